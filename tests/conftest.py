@@ -1,0 +1,43 @@
+"""What every test gets: an environment without network or usage reports, set before torch and vLLM are imported, and
+the folders of the prepared models (made on first use, cached after that)."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Settings of a test's process, inherited by the engines it spawns; a value from outside wins.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    # In-process engines start in a third of the time; a test of the spawned path sets 1 by monkeypatch.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": str(min(os.cpu_count() or 1, 4)),
+    "TOKENIZERS_PARALLELISM": "false",
+}
+for name, value in ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, a real model of 8K context."""
+    from benchmarks import models
+
+    return models.path("smollm2")
+
+
+@pytest.fixture(scope="session")
+def retrieval() -> Path:
+    """The constructed retrieval model with head_dim 128 and 2 kv heads."""
+    from benchmarks import models
+
+    return models.path("retrieval")
+
+
+@pytest.fixture(scope="session")
+def retrieval_small() -> Path:
+    """The constructed retrieval model with head_dim 64 and 1 kv head."""
+    from benchmarks import models
+
+    return models.path("retrieval-small")
