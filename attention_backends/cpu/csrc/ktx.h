@@ -1,0 +1,82 @@
+// The C ABI between Python (ctypes) and the kernels: plain structs of fixed-width fields, no torch, no C++ types.
+// `kv_quant/layout.py` describes the page format; `Layout` carries its numbers here. Every struct is mirrored, field
+// by field, in `attention_backends/cpu/abi.py`, and `ktx_abi_size` lets a test compare the sizes.
+#pragma once
+#include <cstdint>
+
+#define KTX_API extern "C" __attribute__((visibility("default")))
+#define KTX_ABI_VERSION 1
+
+namespace ktx {
+
+enum Dtype : int32_t { kF32 = 0, kF16 = 1, kBF16 = 2 };
+enum Method : int32_t { kPerChannel = 0, kPerToken = 1, kPerHead = 2 };
+
+struct Section {        // bytes; per kv head runs one after the other from `offset`
+  int64_t offset, head_bytes;
+};
+
+struct Layout {
+  int32_t page_size, num_kv_heads, head_dim;
+  int32_t k_bits, v_bits;              // 4, 8, or 16: pages in the model's dtype
+  int32_t k_method, v_method, v_rotate;
+  int64_t header_head_bytes, header_bytes, payload_bytes;
+  Section k_scale, k_min, k_plane0, k_plane1, k_low, v_scale, v_min, v_codes;
+};
+
+// Pages to seal: page i's tokens start at element `src[i]` of k and v; its bytes go to header + block*header_stride and
+// payload + slot*payload_stride.
+struct SealArgs {
+  const Layout* layout;
+  const void *k, *v;
+  int32_t dtype, num_pages;
+  int64_t token_stride, head_stride;   // elements, of k and of v alike
+  const int64_t* src;                  // [num_pages] element offsets
+  const int32_t *block, *slot;         // [num_pages]; slot may be null: slot = block
+  uint8_t *header, *payload;
+  int64_t header_stride, payload_stride;
+  int32_t num_threads, reserved;
+};
+
+// Fresh rows into open pages: row `token[i]` of k and v goes to offset `offset[i]` of open page `slot[i]`, laid out
+// K[num_kv_heads][page_size][head_dim] then V, in the model's dtype.
+struct AppendArgs {
+  const Layout* layout;
+  const void *k, *v;
+  int32_t dtype, num_rows;
+  int64_t token_stride, head_stride;   // elements
+  const int32_t *token, *slot, *offset;
+  uint8_t* open_pages;
+  int64_t open_stride;                 // bytes between open pages
+  int32_t num_threads, reserved;
+};
+
+// Causal attention of a mixed batch. Row r has queries cu_q[r] .. cu_q[r+1] (its fresh tokens, whose keys and values
+// are rows of k and v) behind context[r] older tokens in pages block_table[r][0 ..]. A page is read from the open
+// pages, in the model's dtype, if open_slot[block] >= 0, else from its payload.
+struct AttentionArgs {
+  const Layout* layout;
+  const void *q, *k, *v;               // [tokens, heads, head_dim]; k and v may be null: context only
+  void* out;                           // [tokens, num_q_heads, head_dim], model dtype
+  float* lse;                          // [tokens, num_q_heads] natural log-sum-exp, or null
+  int32_t dtype, num_q_heads, num_rows, table_stride;
+  int64_t q_token_stride, kv_token_stride, out_token_stride;  // elements; heads are contiguous, head_dim apart
+  const int32_t *cu_q, *context, *block_table;
+  const int32_t* open_slot;            // [num_blocks]; -1: sealed
+  const int32_t* payload_slot;         // [num_blocks], or null: slot = block
+  const uint8_t *payload, *open_pages;
+  int64_t payload_stride, open_stride; // bytes
+  float scale, softcap;                // softcap 0: none
+  int32_t num_threads, reserved;       // 0: OpenMP's default
+};
+
+}  // namespace ktx
+
+KTX_API int32_t ktx_abi_version();
+KTX_API int64_t ktx_abi_size(int32_t which);           // sizeof: 0 Layout, 1 SealArgs, 2 AppendArgs, 3 AttentionArgs
+KTX_API const char* ktx_isa();                         // "avx512", "avx2" or "portable", as dispatched
+KTX_API int32_t ktx_set_isa(const char* name);         // for tests: 0, or -1 if this CPU or build lacks it
+// All return 0, or a negative code for a shape the build cannot serve (Python checks first and raises by name).
+KTX_API int32_t ktx_seal(const ktx::SealArgs*);
+KTX_API int32_t ktx_append(const ktx::AppendArgs*);
+KTX_API int32_t ktx_attention(const ktx::AttentionArgs*);
