@@ -1,8 +1,8 @@
 """Build of vllm-ktx: where the four top folders land in the package, and how the native CPU kernels are compiled.
 
-Owns the package mapping and the compiler flags; everything declarative stands in pyproject.toml. The native library is
-plain C++ behind a C ABI (ctypes loads it), so the build needs neither torch nor Python's headers. It is optional: without
-a working compiler the install succeeds, says so, and KTX runs its torch path.
+Owns the package mapping and the compiler flags; everything declarative stands in pyproject.toml. The native library
+is plain C++ behind a C ABI (ctypes loads it), so the build needs neither torch nor Python's headers. It is optional:
+without a working compiler the install succeeds, says so, and KTX runs its torch path.
 """
 
 import os

@@ -8,8 +8,8 @@ is skipped while they are unchanged; a second run takes well under a second.
 Environment:
   KTX_PYTHON         the interpreter for .venv (3.11 to 3.13); default: this one, else the first found on PATH
   KTX_DEVICE         cpu or cuda; default: cuda where an NVIDIA driver lists a GPU, else cpu
-  KTX_TORCH_INDEX    index URL to install torch from. Plain PyPI may serve torch for x86-64 Linux as a CUDA build of some
-                     gigabytes; on such a machine set this to the CPU index that PyTorch's install page names
+  KTX_TORCH_INDEX    index URL to install torch from. Plain PyPI may serve torch for x86-64 Linux as a CUDA build of
+                     some gigabytes; on such a machine set this to the CPU index that PyTorch's install page names
 """
 
 from __future__ import annotations
@@ -170,19 +170,18 @@ def cure_cpu_wheel(steps: Steps) -> None:
 def install_ktx(steps: Steps) -> None:
     """KTX itself, editable, with its tools and kernels. Extras `cpu` and `cuda` stay out: vLLM is in place already, and
     naming it again would bring back the packages that the cure removed."""
-    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or "none"
-    sources = sorted((ROOT / "attention_backends" / "cpu" / "csrc").glob("*"))
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    native = ROOT / "attention_backends" / "cpu"
+    sources = sorted((native / "csrc").glob("*"))
     folders = sorted(str(path.parent.relative_to(ROOT)) for path in package_inits())
     steps.step(
-        "vllm-ktx with native kernels" if compiler != "none" else "vllm-ktx without native kernels",
+        f"vllm-ktx {'with' if compiler else 'without'} native kernels",
         [pip("install", "--no-build-isolation", "-e", ".[dev,models]")],
         inputs=(compiler, folders, ROOT / "setup.py", ROOT / "pyproject.toml", *sources),
     )
-    if compiler == "none":
+    if not compiler:
         print("[install] warning: no C++ compiler found; KTX will run its slow torch path on CPU", flush=True)
-    elif any(path.suffix == ".cpp" for path in sources) and not list(
-        (ROOT / "attention_backends" / "cpu").glob("_native*.so")
-    ):
+    elif list((native / "csrc").glob("*.cpp")) and not list(native.glob("_native*.so")):
         print(f"[install] warning: the native kernels did not compile; see {LOG.relative_to(ROOT)}", flush=True)
 
 
@@ -210,9 +209,8 @@ def main() -> None:
     if steps.ran:
         if device == "cpu":
             warn_if_cuda_torch()
-        print(
-            f"[install] ready for {device} in {time.monotonic() - started:.0f} s: {VENV.relative_to(ROOT)}", flush=True
-        )
+        seconds = time.monotonic() - started
+        print(f"[install] ready for {device} in {seconds:.0f} s: {VENV.relative_to(ROOT)}", flush=True)
 
 
 if __name__ == "__main__":
