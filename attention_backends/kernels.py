@@ -1,0 +1,81 @@
+"""Chooses the kernels of this process: the native library where it was built, plain torch otherwise."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Protocol
+
+import torch
+
+from ..kv_quant import PageLayout
+
+logger = logging.getLogger("vllm.ktx")
+
+
+class Kernels(Protocol):
+    """What a set of kernels must do; the contracts stand in `cpu/native.py`."""
+
+    name: str
+
+    def seal(
+        self,
+        layout: PageLayout,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        src_offsets: torch.Tensor,
+        blocks: torch.Tensor,
+        headers: torch.Tensor,
+        payload: torch.Tensor,
+        slots: torch.Tensor | None,
+        token_stride: int,
+        head_stride: int,
+    ) -> None: ...
+
+    def append(
+        self,
+        layout: PageLayout,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        token: torch.Tensor,
+        slot: torch.Tensor,
+        offset: torch.Tensor,
+        open_pages: torch.Tensor,
+    ) -> None: ...
+
+    def attention(
+        self,
+        layout: PageLayout,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        cu_q: torch.Tensor,
+        context: torch.Tensor,
+        block_table: torch.Tensor,
+        open_slot: torch.Tensor,
+        payload: torch.Tensor,
+        open_pages: torch.Tensor,
+        scale: float,
+        softcap: float = 0.0,
+        payload_slot: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        num_threads: int = 0,
+    ) -> None: ...
+
+
+@functools.lru_cache(maxsize=None)
+def select_kernels(choice: str) -> Kernels:
+    """`choice`: `auto`, `native` or `torch`. Raises RuntimeError if `native` was asked for and is not there."""
+    from .cpu.native import load
+    from .torch_kernels import TorchKernels
+
+    native = None if choice == "torch" else load()
+    if native is not None:
+        return native
+    if choice == "native":
+        raise RuntimeError(
+            "ktx.kernels='native': the native CPU library was not built (no C++ compiler at install?). "
+            "Install g++ and run `pip install -e .` again, or set ktx.kernels to 'auto'."
+        )
+    return TorchKernels()

@@ -1,0 +1,364 @@
+"""The KTX backend as vLLM sees it: backend, metadata builder and implementation for dense (MHA / GQA) decoder models.
+
+vLLM hands out block ids; the builder plans per step which pages are appended to, sealed or reopened (`OpenPages`), and
+every layer carries the plan out on its own memory and attends. One layer's KV tensor, which vLLM allocates and accounts,
+is carved into the payloads of all pages followed by their headers. Open pages live beside it, in the model's dtype.
+
+The only upward import is `vllm_ktx`'s settings and counters; kernels and page formats know nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+
+from ..config import FORMAT_OF_CACHE_DTYPE
+from ..kv_quant import KVCacheQuantizer, KVFormat, PageLayout
+from ..metrics import STATS
+from ..offload import OpenPages, StepPlan
+from ..plan import log_memory_plan
+from ..plugin import ktx_config
+from .kernels import Kernels, select_kernels
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the newest engine's layers were built with: `customize_spec` is called without any configuration."""
+
+    fmt: KVFormat
+    model_dtype: torch.dtype
+
+
+_seen: _Seen | None = None
+
+
+class KTXBackend(AttentionBackend):
+    """Paged, quantized attention for decoder models; select it with `--attention-backend ktx`."""
+
+    accept_output_buffer: bool = True
+    forward_includes_kv_cache_update: bool = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list] = ["auto", "float16", "bfloat16", *FORMAT_OF_CACHE_DTYPE]
+
+    @staticmethod
+    def get_name() -> str:
+        return "KTX"
+
+    @staticmethod
+    def get_impl_cls() -> type[KTXImpl]:
+        return KTXImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[KTXMetadataBuilder]:
+        return KTXMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(32)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 16 == 0 and 16 <= head_size <= 512
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # One layer's pages are one run of memory: it is carved into payloads and headers.
+        return (KVCacheLayout.LBNHC,)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False  # a connector would move pages without their open copies
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """One opaque run of `page_bytes` a block, so that vLLM's profiling, admission and logs count real bytes."""
+        if spec.state_content_bytes is not None:
+            return spec
+        assert _seen is not None, "vLLM asked for KTX's page size before it built a KTX layer"
+        layout = page_layout(spec, _seen.fmt, _seen.model_dtype)
+        return dataclasses.replace(
+            spec,
+            num_head_slots=1,
+            tokens_per_state=1,
+            state_content_bytes=layout.page_bytes // spec.block_size,
+            dtype=torch.uint8,
+        )
+
+
+def page_layout(spec: AttentionSpec, fmt: KVFormat, model_dtype: torch.dtype) -> PageLayout:
+    """The layout of one of `spec`'s pages."""
+    return PageLayout(fmt, spec.block_size, spec.num_kv_heads, spec.head_size, model_dtype.itemsize)
+
+
+@dataclass
+class KTXMetadata(AttentionMetadata):
+    """One step of one KV cache group; the same for all its layers. int32 tensors unless said otherwise.
+
+    `cu_q` `[rows + 1]`, `context` `[rows]`, `block_table` `[rows, max_pages]`, `open_slot` `[num_blocks]`.
+    """
+
+    num_tokens: int
+    cu_q: torch.Tensor
+    context: torch.Tensor
+    block_table: torch.Tensor
+    open_slot: torch.Tensor
+    open_capacity: int
+    layout: PageLayout
+    evict: list[tuple[int, int, int]]
+    reopen: list[tuple[int, int]]
+    append: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    seal_fresh: tuple[torch.Tensor, torch.Tensor] | None  # first token (int64), block
+    seal_open: tuple[torch.Tensor, torch.Tensor] | None  # slot (int64), block
+
+
+class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
+    """Plans each step on the CPU from block tables and lengths."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        config = ktx_config(vllm_config)
+        fmt = config.kv_format(vllm_config.cache_config.cache_dtype)
+        self.layout = page_layout(kv_cache_spec, fmt, vllm_config.model_config.dtype)
+        self._open_pages: OpenPages | None = None
+        STATS.publish()
+        log_memory_plan(vllm_config, self.layout, len(layer_names), self._capacity(1 << 30))
+
+    def _capacity(self, num_blocks: int) -> int:
+        scheduler = self.vllm_config.scheduler_config
+        rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        per_row = OpenPages.slots_per_row(self.layout.page_size, self.layout.fmt.residual_pages, self._draft_tokens())
+        return min(rows * per_row + 1, num_blocks)
+
+    def _draft_tokens(self) -> int:
+        speculative = self.vllm_config.speculative_config
+        return 0 if speculative is None else int(speculative.num_speculative_tokens or 0)
+
+    def _pages(self) -> OpenPages:
+        """The map of open pages, made anew when vLLM binds another cache (a profiling cache comes first on CUDA)."""
+        context = self.vllm_config.compilation_config.static_forward_context
+        num_blocks = context[self.layer_names[0]].kv_cache.shape[0]
+        if self._open_pages is None or len(self._open_pages.slot_of) != num_blocks:
+            size, residual = self.layout.page_size, self.layout.fmt.residual_pages
+            self._open_pages = OpenPages(num_blocks, self._capacity(num_blocks), size, residual, self._draft_tokens())
+        return self._open_pages
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> KTXMetadata:
+        common = common_attn_metadata
+        pages = self._pages()
+        cu_q = common.query_start_loc_cpu.to(torch.int32)
+        context = common.seq_lens.to(torch.int32) - cu_q.diff()
+        table = common.block_table_tensor
+        prefilling = None if common.is_prefilling is None else common.is_prefilling.numpy()
+        plan = pages.plan(cu_q.numpy(), context.numpy(), table.numpy(), prefilling)
+        STATS.record_step(cu_q.numpy(), context.numpy(), pages.take_stats())
+        return KTXMetadata(
+            num_tokens=common.num_actual_tokens,
+            cu_q=cu_q,
+            context=context,
+            block_table=table,
+            open_slot=torch.from_numpy(pages.slot_of),
+            open_capacity=pages.capacity,
+            layout=self.layout,
+            **_plan_tensors(plan),
+        )
+
+
+def _plan_tensors(plan: StepPlan) -> dict[str, Any]:
+    """The plan as the kernels take it; None for a step that has nothing of a kind."""
+
+    def columns(rows: Any, first: torch.dtype = torch.int32) -> tuple[torch.Tensor, ...] | None:
+        if not len(rows):
+            return None
+        tensors = [torch.from_numpy(rows[:, i].copy()) for i in range(rows.shape[1])]
+        return tensors[0].to(first), *tensors[1:]
+
+    return {
+        "evict": [tuple(row) for row in plan.evict.tolist()],
+        "reopen": [tuple(row) for row in plan.reopen.tolist()],
+        "append": columns(plan.append),
+        "seal_fresh": columns(plan.seal_fresh, torch.int64),
+        "seal_open": columns(plan.seal_open, torch.int64),
+    }
+
+
+class KTXImpl(AttentionImpl[KTXMetadata]):
+    """One layer's attention: carries the step's plan out on this layer's pages, then attends."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        global _seen
+        _refuse(alibi_slopes, sliding_window, attn_type, kv_sharing_target_layer_name, sinks)
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.softcap = float(logits_soft_cap or 0.0)
+        vllm_config = get_current_vllm_config()
+        config = ktx_config(vllm_config)
+        _seen = _Seen(config.kv_format(vllm_config.cache_config.cache_dtype), vllm_config.model_config.dtype)
+        self.kernels: Kernels = select_kernels(config.kernels)
+        self._memory: _LayerMemory | None = None
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: KTXMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`query` `[tokens, heads, head_size]`, `key`, `value` `[tokens, kv_heads, head_size]`; writes `output`."""
+        if attn_metadata is None:  # vLLM measures memory with dummy tokens before there is a cache
+            return output
+        meta, tokens = attn_metadata, attn_metadata.num_tokens
+        memory = self._bind(kv_cache, meta)
+        query, key, value = query[:tokens], key[:tokens], value[:tokens]
+        if key.stride() != value.stride():  # the kernels take one set of strides for both
+            key, value = key.contiguous(), value.contiguous()
+        memory.apply(self.kernels, meta, key, value)
+        self.kernels.attention(
+            meta.layout,
+            query,
+            key,
+            value,
+            output.view(-1, self.num_heads, self.head_size)[:tokens],
+            meta.cu_q,
+            meta.context,
+            meta.block_table,
+            meta.open_slot,
+            memory.payload,
+            memory.open_pages,
+            self.scale,
+            softcap=self.softcap,
+        )
+        STATS.attention_calls += 1
+        return output
+
+    def _bind(self, kv_cache: torch.Tensor, meta: KTXMetadata) -> _LayerMemory:
+        memory = self._memory
+        if memory is None or memory.storage != (kv_cache.data_ptr(), kv_cache.shape[0]):
+            memory = self._memory = _LayerMemory.carve(kv_cache, meta.layout, meta.open_capacity, _seen_dtype())
+        return memory
+
+
+def _seen_dtype() -> torch.dtype:
+    assert _seen is not None
+    return _seen.model_dtype
+
+
+def _refuse(
+    alibi_slopes: Any, sliding_window: int | None, attn_type: str, kv_sharing_target: str | None, sinks: Any
+) -> None:
+    reasons = []
+    if alibi_slopes is not None:
+        reasons.append("ALiBi position biases")
+    if sliding_window is not None:
+        reasons.append(f"a sliding window of {sliding_window} tokens in some layers")
+    if attn_type != AttentionType.DECODER:
+        reasons.append(f"{attn_type} attention")
+    if kv_sharing_target is not None:
+        reasons.append("layers that share another layer's KV cache")
+    if sinks is not None:
+        reasons.append("learned attention sinks")
+    if reasons:
+        raise ValueError(f"Attention backend KTX can't serve this model: it has {' and '.join(reasons)}.")
+
+
+@dataclass
+class _LayerMemory:
+    """One layer's pages: `payload` `[num_blocks, payload_bytes]` and `headers` `[num_blocks, header_bytes]`, uint8, views
+    of vLLM's tensor; `open_pages` `[capacity, 2, kv_heads, page_size, head_dim]` in the model's dtype.
+    """
+
+    storage: tuple[int, int]
+    payload: torch.Tensor
+    headers: torch.Tensor
+    open_pages: torch.Tensor
+    open_strides: tuple[int, int]  # elements from page to page, from keys to values
+
+    @classmethod
+    def carve(cls, kv_cache: torch.Tensor, layout: PageLayout, capacity: int, dtype: torch.dtype) -> _LayerMemory:
+        if not kv_cache.is_contiguous():
+            raise RuntimeError("KTX needs each layer's KV cache as one run: unset VLLM_KV_CACHE_LAYOUT")
+        blocks = kv_cache.shape[0]
+        flat = kv_cache.view(-1).view(torch.uint8)
+        split = blocks * layout.payload_bytes
+        headers = flat[split : split + blocks * layout.header_bytes].view(blocks, layout.header_bytes)
+        # Lazily touched by the kernel of the operating system: a slot that is never used costs no memory.
+        shape = (capacity, 2, layout.num_kv_heads, layout.page_size, layout.head_dim)
+        open_pages = torch.empty(shape, dtype=dtype)
+        payload = flat[:split].view(blocks, layout.payload_bytes)
+        return cls((kv_cache.data_ptr(), blocks), payload, headers, open_pages, open_pages.stride()[:2])  # type: ignore[arg-type]
+
+    def apply(self, kernels: Kernels, meta: KTXMetadata, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Carries out the step's plan, in the plan's order."""
+        if meta.evict:
+            self._evict(kernels, meta)
+        if meta.reopen:
+            self._reopen(meta)
+        if meta.append is not None:
+            kernels.append(meta.layout, key, value, *meta.append, self.open_pages)
+        if meta.seal_fresh is not None:
+            first, block = meta.seal_fresh
+            src, strides = first * key.stride(0), (key.stride(0), key.stride(1))
+            kernels.seal(meta.layout, key, value, src, block, self.headers, self.payload, None, *strides)
+        if meta.seal_open is not None:
+            self._seal_slots(kernels, meta, *meta.seal_open)
+
+    def _seal_slots(self, kernels: Kernels, meta: KTXMetadata, slot: torch.Tensor, block: torch.Tensor) -> None:
+        page, size, dim = self.open_strides[0], meta.layout.page_size, meta.layout.head_dim
+        keys, values = self.open_pages[:, 0], self.open_pages[:, 1]
+        kernels.seal(meta.layout, keys, values, slot * page, block, self.headers, self.payload, None, dim, size * dim)
+
+    def _evict(self, kernels: Kernels, meta: KTXMetadata) -> None:
+        for slot, _, fill in meta.evict:
+            # What lies behind the last valid token must not widen the page's scales.
+            self.open_pages[slot, :, :, fill:] = self.open_pages[slot, :, :, fill - 1 : fill]
+        slots, blocks, _ = zip(*meta.evict, strict=True)
+        self._seal_slots(kernels, meta, torch.tensor(slots, dtype=torch.int64), torch.tensor(blocks, dtype=torch.int32))
+
+    def _reopen(self, meta: KTXMetadata) -> None:
+        quantizer = KVCacheQuantizer(meta.layout)
+        for slot, block in meta.reopen:
+            for side, tensor in enumerate(quantizer.unseal(self.payload[block : block + 1], self.open_pages.dtype)):
+                self.open_pages[slot, side] = tensor[0].to(self.open_pages.dtype)

@@ -1,0 +1,201 @@
+"""OpenPages against a symbolic memory: pages hold token ids, a plan is carried out on them, and every row must read back
+exactly its own tokens. Rows start, grow by chunks, decode, draft and reject, share prefixes, are freed and come back.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ktx.offload import OpenPages, PageLost
+
+PAGE = 32
+
+
+class Memory:
+    """Open slots and payloads as arrays of token ids (-1: nothing)."""
+
+    def __init__(self, num_blocks: int, capacity: int) -> None:
+        self.open = np.full((capacity, PAGE), -1)
+        self.payload = np.full((num_blocks, PAGE), -1)
+        self.seals = 0
+
+    def apply(self, plan, fresh: np.ndarray) -> None:
+        for slot, block, fill in plan.evict:
+            self.payload[block, :fill] = self.open[slot, :fill]
+        for slot, block in plan.reopen:
+            self.open[slot] = self.payload[block]
+        for token, slot, offset in plan.append:
+            self.open[slot, offset] = fresh[token]
+        for first, block in plan.seal_fresh:
+            self.payload[block] = fresh[first : first + PAGE]
+        for slot, block in plan.seal_open:
+            self.payload[block] = self.open[slot]
+        self.seals += len(plan.seal_fresh) + len(plan.seal_open)
+
+    def read(self, pages: OpenPages, table: np.ndarray, context: int) -> np.ndarray:
+        blocks = table[: -(-context // PAGE)]
+        rows = [self.open[pages.slot_of[b]] if pages.slot_of[b] >= 0 else self.payload[b] for b in blocks]
+        return np.concatenate(rows)[:context] if len(rows) else np.zeros(0, int)
+
+
+class Engine:
+    """The smallest scheduler that can hurt: block allocation with reuse, prefix sharing, rows left out of steps."""
+
+    def __init__(self, num_blocks=40, rows=3, residual=0, speculative=0, capacity=None):
+        per_row = OpenPages.slots_per_row(PAGE, residual, speculative)
+        self.pages = OpenPages(num_blocks, capacity or rows * per_row, PAGE, residual, speculative)
+        self.memory = Memory(num_blocks, self.pages.capacity)
+        self.free = list(range(1, num_blocks))
+        self.rows: list[dict | None] = [None] * rows
+        self.next_token = 1000
+        self.max_pages = num_blocks
+
+    def start(self, row: int, prefix_of: int | None = None, prefix_pages: int = 0) -> None:
+        self.stop(row)
+        state = {"tokens": [], "blocks": [], "shared": 0, "prompt": True}
+        donor = self.rows[prefix_of] if prefix_of is not None and prefix_of != row else None
+        if donor is not None:  # only full, certain pages can be hit
+            n = min(prefix_pages, len(donor["tokens"]) // PAGE)
+            state |= {"tokens": donor["tokens"][: n * PAGE], "blocks": donor["blocks"][:n], "shared": n}
+        self.rows[row] = state
+
+    def stop(self, row: int) -> None:
+        state = self.rows[row]
+        if state is None:
+            return
+        shared_elsewhere = {b for i, r in enumerate(self.rows) if r and i != row for b in r["blocks"]}
+        self.free += [b for b in state["blocks"] if b not in shared_elsewhere]
+        self.rows[row] = None
+
+    def step(self, counts: dict[int, int], drafts: dict[int, int] | None = None) -> None:
+        drafts = drafts or {}
+        active = [(r, n) for r, n in counts.items() if self.rows[r] is not None and n > 0]
+        fresh, cu, context, tables, prefilling = [], [0], [], [], []
+        for r, n in active:
+            state = self.rows[r]
+            need = -(-(len(state["tokens"]) + n + drafts.get(r, 0)) // PAGE)
+            if need > len(state["blocks"]) + len(self.free):
+                n = 0
+            else:
+                while len(state["blocks"]) < need:
+                    state["blocks"].append(self.free.pop(0))
+            new = list(range(self.next_token, self.next_token + n + (drafts.get(r, 0) if n else 0)))
+            self.next_token += len(new)
+            fresh += new
+            cu.append(len(fresh))
+            context.append(len(state["tokens"]))
+            tables.append(state["blocks"] + [0] * (self.max_pages - len(state["blocks"])))
+            prefilling.append(drafts.get(r, 0) == 0 and n > 1)
+            state["expect"], state["new"] = list(state["tokens"]), new[:n]
+        if not active:
+            return
+        as32 = lambda x: np.array(x, dtype=np.int32)  # noqa: E731
+        table = as32(tables)
+        plan = self.pages.plan(as32(cu), as32(context), table, np.array(prefilling))
+        self.memory.apply(plan, as32(fresh))
+        self.pages.check_integrity()
+        for i, (r, _) in enumerate(active):
+            got = self.memory.read(self.pages, table[i], context[i])
+            assert got.tolist() == self.rows[r]["expect"], f"row {r} reads other tokens than it wrote"
+            self.rows[r]["tokens"] += self.rows[r]["new"]
+
+
+@pytest.mark.parametrize("residual", [0, 1, 2])
+@pytest.mark.parametrize("chunk", [1, 5, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 200])
+def test_prefill_then_decode(residual, chunk):
+    engine = Engine(residual=residual)
+    engine.start(0)
+    for _ in range(-(-300 // chunk)):
+        engine.step({0: chunk})
+    for _ in range(2 * PAGE + 3):
+        engine.step({0: 1})
+    state = engine.rows[0]
+    sealed = engine.pages.sealed_fill[state["blocks"][: len(state["tokens"]) // PAGE]]
+    assert (sealed[: len(sealed)] == PAGE).all()
+    assert engine.memory.seals == len(state["tokens"]) // PAGE, "each page is quantized exactly once"
+    open_now = (engine.pages.slot_of >= 0).sum()
+    assert open_now <= OpenPages.slots_per_row(PAGE, residual, 0)
+
+
+def test_rejected_drafts_are_rewritten_and_never_sealed():
+    engine = Engine(residual=0, speculative=5)
+    engine.start(0)
+    engine.step({0: 2 * PAGE - 2})
+    for _ in range(40):
+        engine.step({0: 1}, drafts={0: 5})  # all five rejected every time: the tail is rewritten across page ends
+    assert engine.memory.seals == len(engine.rows[0]["tokens"]) // PAGE
+
+
+def test_prefix_hit_in_the_same_step_reads_pages_just_written():
+    engine = Engine()
+    engine.start(0)
+    engine.step({0: 3 * PAGE + 7})
+    engine.start(1, prefix_of=0, prefix_pages=3)
+    engine.step({0: 1, 1: 10})
+    engine.step({1: 1, 0: 1})
+
+
+def test_tiny_capacity_reopens_and_loses_nothing():
+    engine = Engine(rows=4, capacity=2)
+    for row in range(4):
+        engine.start(row)
+        engine.step({row: 10})
+    for _ in range(3):
+        for row in range(4):
+            engine.step({row: 1})
+    assert engine.pages.take_stats().reopened > 0
+
+
+def test_too_many_open_rows_in_one_step_is_refused():
+    engine = Engine(rows=4, capacity=2)
+    for row in range(4):
+        engine.start(row)
+    with pytest.raises(PageLost, match="open-slot capacity"):
+        engine.step({row: 3 for row in range(4)})
+
+
+def test_context_that_was_never_written_is_refused():
+    pages = OpenPages(8, 4, PAGE)
+    as32 = lambda x: np.array(x, dtype=np.int32)  # noqa: E731
+    with pytest.raises(PageLost, match="neither open nor sealed"):
+        pages.plan(as32([0, 1]), as32([PAGE]), as32([[3, 4, 0]]))
+    with pytest.raises(PageLost, match="expected"):
+        pages.plan(as32([0, 1]), as32([5]), as32([[3, 4, 0]]))
+
+
+def test_dummy_rows_on_the_null_block_touch_nothing():
+    pages = OpenPages(8, 4, PAGE)
+    as32 = lambda x: np.array(x, dtype=np.int32)  # noqa: E731
+    plan = pages.plan(as32([0, 100, 100]), as32([0, 0]), as32([[0] * 8, [0] * 8]))
+    assert not len(plan.append) and not len(plan.seal_fresh)
+    pages.check_integrity()
+
+
+ops = st.lists(
+    st.one_of(
+        st.tuples(st.just("start"), st.integers(0, 2), st.one_of(st.none(), st.integers(0, 2)), st.integers(0, 4)),
+        st.tuples(st.just("stop"), st.integers(0, 2)),
+        st.tuples(
+            st.just("step"),
+            st.dictionaries(st.integers(0, 2), st.sampled_from([1, 1, 1, 2, 7, PAGE, PAGE + 1, 3 * PAGE]), max_size=3),
+        ),
+    ),
+    min_size=1,
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ops=ops, residual=st.integers(0, 2), speculative=st.sampled_from([0, 0, 4]), tight=st.booleans())
+def test_any_history(ops, residual, speculative, tight):
+    capacity = OpenPages.slots_per_row(PAGE, residual, speculative) * 3 if tight else None
+    engine = Engine(residual=residual, speculative=speculative, capacity=capacity)
+    for op in ops:
+        if op[0] == "start":
+            engine.start(op[1], op[2], op[3])
+        elif op[0] == "stop":
+            engine.stop(op[1])
+        else:
+            drafts = {r: speculative for r, n in op[1].items() if n == 1 and speculative}
+            engine.step(op[1], drafts)

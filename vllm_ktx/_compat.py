@@ -1,0 +1,107 @@
+"""Everything that leans on a private or unstable name of vLLM, in one place, for the range of versions it was read on.
+
+Each piece says which upstream behaviour makes it necessary. `tests/test_compat.py` fails when one no longer is.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from typing import Any
+
+VLLM_RANGE = ((0, 32), (0, 34))  # first supported minor, first unsupported one
+BACKEND_NAME = "KTX"
+BACKEND_PATH = "vllm_ktx.attention_backends.ktx.KTXBackend"
+
+
+def vllm_version_problem() -> str | None:
+    """None if the installed vLLM is in range, else one line that says what is wrong and what to do."""
+    import vllm
+
+    low, high = VLLM_RANGE
+    want = f"{low[0]}.{low[1]} <= vLLM < {high[0]}.{high[1]}"
+    try:
+        found = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
+    except ValueError:
+        return f"vLLM-KTX needs {want}; this vLLM calls itself {vllm.__version__!r}. KTX is not registered."
+    if low <= found < high:
+        return None
+    return f"vLLM-KTX needs {want}; found {vllm.__version__}. KTX is not registered: install a vLLM in that range."
+
+
+def register_backend_member() -> None:
+    """Adds KTX to vLLM's enum of attention backends, and makes the member unpickle in spawned processes.
+
+    A spawned engine process unpickles its VllmConfig before it loads plugins, when the enum has no such member yet;
+    the reducer registers it first.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(BACKEND_NAME, BACKEND_PATH)
+    plain = AttentionBackendEnum.__reduce_ex__
+
+    def reduce_member(member: Any) -> tuple:
+        if member.name == BACKEND_NAME:
+            return _unpickle_member, (member.name,)
+        return plain(member, 2)
+
+    copyreg.pickle(AttentionBackendEnum, reduce_member)  # type: ignore[arg-type]
+
+
+def _unpickle_member(name: str) -> Any:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from . import register
+
+    register()
+    return AttentionBackendEnum[name]
+
+
+def selects_ktx(vllm_config: Any) -> bool:
+    """Whether this engine's attention backend is KTX."""
+    backend = vllm_config.attention_config.backend
+    return backend is not None and backend.name == BACKEND_NAME
+
+
+def wrap_platform(before_defaults: Any, after_defaults: Any) -> None:
+    """Runs `before_defaults(vllm_config)` and `after_defaults(vllm_config)` around the platform's own configuration hook,
+    and makes the CPU platform take KTX, for engines that select KTX. Others see no difference. Idempotent.
+    """
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    if getattr(platform, "_ktx_wrapped", False):
+        return
+    original_check = platform.check_and_update_config
+
+    @functools.wraps(original_check)
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        # vLLM rebuilds configs for sub-models without a model of their own; only a real engine's is ours.
+        ours = vllm_config.model_config is not None and selects_ktx(vllm_config)
+        if ours:
+            before_defaults(vllm_config)
+        original_check(vllm_config)
+        if ours:
+            after_defaults(vllm_config)
+
+    platform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[method-assign, assignment]
+    if current_platform.is_cpu():
+        _wrap_cpu_backend_choice(platform)
+    platform._ktx_wrapped = True  # type: ignore[attr-defined]
+
+
+def _wrap_cpu_backend_choice(platform: Any) -> None:
+    """The CPU platform ignores every backend but its own (it only logs "Cannot use ..."); CUDA validates by itself."""
+    original = platform.get_attn_backend_cls
+
+    @functools.wraps(original)
+    def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+        if selected_backend is None or selected_backend.name != BACKEND_NAME:
+            return original(selected_backend, attn_selector_config, num_heads)
+        backend = selected_backend.get_class()
+        reasons = backend.validate_configuration(device_capability=None, **attn_selector_config._asdict())
+        if reasons:
+            raise ValueError(f"Attention backend KTX can't serve this model: {'; '.join(reasons)}.")
+        return selected_backend.get_path()
+
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)

@@ -1,0 +1,48 @@
+"""The memory plan: what an engine's KV cache costs and holds, logged once at start-up as a table."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from .kv_quant import PageLayout
+
+logger = logging.getLogger("vllm.ktx")
+
+
+def gib(value: float) -> str:
+    return f"{value / 2**30:.2f} GiB"
+
+
+def memory_plan(
+    layout: PageLayout, num_layers: int, num_blocks: int | None, open_capacity: int, max_model_len: int
+) -> list[tuple[str, str]]:
+    """Rows (what, value) of the plan. `num_blocks`: None while vLLM has not decided it."""
+    fmt = layout.fmt
+    token, dense = layout.bytes_per_token * num_layers, layout.dense_bytes / layout.page_size * num_layers
+    open_page = layout.dense_bytes * num_layers
+    scales = f"keys {fmt.k_method}, values {fmt.v_method}{' + Hadamard' if fmt.v_rotate else ''}"
+    rows = [
+        ("format", f"{fmt.name} ({scales})" if fmt.quantized else "none (model dtype)"),
+        ("page", f"{layout.page_size} tokens, {layout.page_bytes:,} B a layer (header {layout.header_bytes:,} B)"),
+        ("bytes a token", f"{token:,.0f} of {dense:,.0f} in the model dtype ({dense / token:.2f}x)"),
+        ("one sequence of max_model_len", f"{max_model_len:,} tokens, {gib(token * max_model_len)}"),
+        ("open pages", f"up to {open_capacity:,} x {open_page:,} B = {gib(open_capacity * open_page)}, touched as used"),
+    ]
+    if num_blocks:
+        cached = f"{num_blocks:,} pages, {num_blocks * layout.page_size:,} tokens"
+        rows.insert(3, ("device", f"{cached}, {gib(num_blocks * layout.page_bytes * num_layers)}"))
+    return rows
+
+
+def log_memory_plan(vllm_config: Any, layout: PageLayout, num_layers: int, open_capacity: int) -> None:
+    """Logs the effective settings and the plan, one aligned row each."""
+    rows = memory_plan(
+        layout,
+        num_layers,
+        vllm_config.cache_config.num_gpu_blocks,
+        open_capacity,
+        vllm_config.model_config.max_model_len,
+    )
+    width = max(len(name) for name, _ in rows)
+    logger.info("KTX memory plan:\n%s", "\n".join(f"  {name:<{width}}  {value}" for name, value in rows))
