@@ -1,8 +1,8 @@
 """English text for perplexity and long prompts: what every CPython ships, and six novels for long runs.
 
     from benchmarks import corpus
-    corpus.text("topics")      # Python's language reference, about 700,000 characters, always there
-    corpus.text("austen")      # six novels, about 4.4 million characters; corpus.text("emma") and so on for one
+    corpus.text("topics")      # Python's language reference, about half a million characters, always there
+    corpus.text("austen")      # six novels, 4 million characters; corpus.text("emma") and so on for one
 
 The novels are in the public domain. They come from Debian's package r-cran-janeaustenr, fetched with apt (which checks
 its signature), unpacked with dpkg-deb, never installed. On the command line: `python -m benchmarks.corpus`.

@@ -15,7 +15,7 @@ fields: [ e(t) | e(t-1) | e(t-2) | answer | 1 ].
 
 Margins. `pos_margin` and `match_margin` are the logit gaps between the right position and the best wrong one. At about
 30, every wrong position together weighs nothing even in 131072 tokens: the model catches lost pages and forgives
-rounding. At 10 to 15, small errors in the scores change answers: it then tests the quantizer.
+rounding. Lower margins mix wrong positions into the answer, and the more so the less exact the scores are.
 """
 
 import json

@@ -50,16 +50,18 @@ def test_without_the_record_the_model_does_not_know(retrieval_small):
     assert logits(load(retrieval_small), changed)[task.positions[0]].argmax().item() == changed[at + 2]
 
 
-def test_lower_margins_make_the_model_less_sure():
+def test_lower_margins_mix_wrong_positions_into_the_answer(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_KTX_CACHE", str(tmp_path))
     small = PRESETS["retrieval-small"]
     task = dense_recall(1024, small.vocab, queries=16)
 
-    def confidence(folder):
-        scores = logits(load(folder), task.ids)[task.positions].softmax(-1)
-        return scores[torch.arange(16), task.answers].mean().item()
+    def answer_logit(margin):
+        model = load(models.constructed(replace(small, match_margin=margin)))
+        return logits(model, task.ids)[task.positions, task.answers].mean().item()
 
-    unsure = models.constructed(replace(small, match_margin=3.0, pos_margin=8.0))
-    assert confidence(unsure) < confidence(models.path("retrieval-small")) - 0.01
+    sure, *less = [answer_logit(margin) for margin in (28.0, 6.0, 4.0, 2.0)]
+    assert sure == pytest.approx(20, abs=0.01)  # lm_head's scale: the whole weight on the right position
+    assert less == sorted(less, reverse=True) and less[0] < sure - 0.01 and less[-1] < sure - 1
 
 
 def test_key_offset_is_an_outlier_channel_that_changes_no_answer():
