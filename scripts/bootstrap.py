@@ -21,6 +21,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -71,21 +72,22 @@ def find_device() -> str:
 
 def run(command: list[str], title: str, started: float) -> None:
     """Runs a command into the log; shows that it lives, and its last lines if it fails."""
-    tail: deque[str] = deque(maxlen=40)
-    beat = time.monotonic()
-    with (
-        LOG.open("a") as log,
-        subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        ) as process,
-    ):
+    tail: deque[str] = deque(["(no output yet)"], maxlen=40)
+    done = threading.Event()
+
+    def heartbeat() -> None:
+        while not done.wait(HEARTBEAT_S):
+            print(f"  ... {time.monotonic() - started:4.0f} s  {tail[-1].strip()[:90]}", flush=True)
+
+    threading.Thread(target=heartbeat, daemon=True).start()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with LOG.open("a") as log, subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         log.write(f"$ {' '.join(command)}\n")
-        for line in process.stdout or ():
+        for line in process.stdout:
             log.write(line)
-            tail.append(line.rstrip())
-            if time.monotonic() - beat > HEARTBEAT_S:
-                beat = time.monotonic()
-                print(f"  ... {beat - started:4.0f} s  {line.strip()[:90]}", flush=True)
+            if line.strip():
+                tail.append(line.rstrip())
+    done.set()
     if process.returncode:
         print("\n".join(tail), file=sys.stderr)
         fail(f"step '{title}' failed (exit {process.returncode}); the whole output is in {LOG.relative_to(ROOT)}")
