@@ -38,7 +38,7 @@ def path(name: str | Path, verify: bool = False) -> Path:
 def constructed(variant: Retrieval) -> Path:
     """The folder of a retrieval model with options of your own, such as lower margins; cached by its options."""
     base = Retrieval()
-    changed = "-".join(f"{key}={value:g}" for key, value in asdict(variant).items() if value != getattr(base, key))
+    changed = "-".join(f"{key}={value}" for key, value in asdict(variant).items() if value != getattr(base, key))
     return _retrieval(f"retrieval-{changed}" if changed else "retrieval", variant, verify=False)
 
 
