@@ -1,0 +1,362 @@
+"""What a cache format does to a model's predictions, through real vLLM: stock CPU_ATTN against KTX, float32 both.
+
+    python -m benchmarks.quality --model smollm2 --format k8v8,k8v4,k4v4
+
+Both engines take the same texts alone and in chunks of one page (64 tokens), without prefix caching. A query's own
+chunk is attended unquantized and a large chunk would flatter KTX; with chunks of one page a query reads codes exactly
+where a decode step would: every older page, less the residual ones, and its own page in the model's dtype.
+
+    agreement      share of positions where the likeliest next token is stock's, along texts stock generated greedily
+    decode         the same by true decode: KTX generates, and is counted up to each prompt's first other token
+    ppl_change     relative change of perplexity, with the standard error of the paired per-token differences
+    kl_top20       divergence from stock's next-token distribution over the tokens that both rank in their first 20,
+                   with all others as one class: a lower bound, in nats
+
+On the constructed retrieval models the texts are recall tasks and perplexity is that of the answers. `--stock-rules`
+adds vLLM's own `int4_per_token_head`, simulated (see `stock_rules`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import cache, corpus, engine, harness, models, tasks
+from benchmarks.engine import Engine, Scores
+from benchmarks.models import smollm2
+from benchmarks.stock_rules import RULES, simulate
+
+CHUNK = 64  # one page: see above
+FORMATS = ("none", "k8v8", "k8v4", "k4v4")
+QUESTIONS = (
+    "What is gravity, and who first described it?",
+    "Write a short poem about the sea in autumn.",
+    "How do I make an omelette? List the steps.",
+    "Explain to a child why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "A train leaves at 9:40 and arrives at 13:05. How long is the journey?",
+)
+TASKS = ("Summarize this text.", "What is this text about?", "List three facts from this text.")
+CHAT_LENGTHS = (150, 300, 500, 800, 1200, 1800)
+PLAIN_LENGTHS = (50, 90, 160, 280, 500, 900, 1400, 2000)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Token ids that every engine gets. `scored[i]`: rows of document i's `Scores` that count (None: all)."""
+
+    prompts: list[list[int]]
+    new_tokens: int
+    stop: list[int]
+    documents: list[list[int]]
+    scored: list[list[int] | None]
+
+    @property
+    def max_model_len(self) -> int:
+        return max(max(map(len, self.prompts)) + self.new_tokens, *map(len, self.documents)) + 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One engine's answers. `generated`: by true decode (empty for a simulation); `forced`: scores of prompt +
+    stock's continuation; `documents`: scores of the documents."""
+
+    generated: list[list[int]]
+    forced: list[Scores]
+    documents: list[Scores]
+
+
+def measure(llm: Any, work: Workload, continuations: list[list[int]] | None) -> Measured:
+    """`continuations`: what stock generated; None where this engine is stock."""
+    generated = engine.generate(llm, work.prompts, work.new_tokens, work.stop)
+    texts = texts_of(work, generated if continuations is None else continuations)
+    return Measured(
+        generated, [engine.score(llm, ids) for ids in texts], [engine.score(llm, d) for d in work.documents]
+    )
+
+
+def texts_of(work: Workload, continuations: list[list[int]]) -> list[list[int]]:
+    return [prompt + more for prompt, more in zip(work.prompts, continuations, strict=True)]
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+def folder_of(name: str) -> Path:
+    """The folder of a model: `smollm2-s32` is SmolLM2 with the key-outlier fold at scale 32."""
+    fold = re.fullmatch(r"smollm2-s(\d+)", name)
+    if not fold:
+        return models.path(name)
+    scale = float(fold[1])
+    recipe = {"base": smollm2.RECIPE, "key_outliers": scale, "fold": 1}
+    return cache.prepared(name, recipe, partial(models.fold_key_outliers, models.path("smollm2"), scale=scale))
+
+
+def workload(folder: Path, args: argparse.Namespace) -> Workload:
+    variant = folder / "variant.json"
+    if variant.exists():
+        return recall_workload(json.loads(variant.read_text())["vocab"], args)
+    from transformers import AutoTokenizer
+
+    return text_workload(AutoTokenizer.from_pretrained(folder), stop_tokens(folder), args)
+
+
+def stop_tokens(folder: Path) -> list[int]:
+    file = folder / "generation_config.json"
+    stop = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+    return [] if stop is None else stop if isinstance(stop, list) else [stop]
+
+
+def recall_workload(vocab: int, args: argparse.Namespace) -> Workload:
+    """Needles at all depths to be generated, and documents of records whose answers are scored."""
+    count = args.prompts
+    lengths = np.geomspace(64, 2000, count).astype(int).tolist()
+    size = min(16, args.new_tokens)
+    prompts = [
+        tasks.needle(length, vocab, depth=i / max(1, count - 1), seed=i, size=size).prompt(0)
+        for i, length in enumerate(lengths)
+    ]
+    documents = [
+        tasks.dense_recall(args.context, vocab, queries=args.context // 16, seed=i)
+        for i in range(-(-args.tokens // args.context))
+    ]
+    return Workload(prompts, size, [], [d.ids for d in documents], [d.positions for d in documents])
+
+
+def text_workload(tokenizer: Any, stop: list[int], args: argparse.Namespace) -> Workload:
+    texts = [corpus.text(name) for name in args.text.split(",")]
+    count = -(-args.tokens // args.context)
+    documents = [passage(tokenizer, texts[i % len(texts)], i / count, args.context) for i in range(count)]
+    return Workload(prompts_of(tokenizer, texts)[: args.prompts], args.new_tokens, stop, documents, [None] * count)
+
+
+def passage(tokenizer: Any, text: str, where: float, tokens: int) -> list[int]:
+    """`tokens` tokens of `text` from the line after the fraction `where` of it."""
+    start = text.index("\n", int(where * (len(text) - 12 * tokens))) + 1
+    ids = tokenizer(text[start : start + 12 * tokens], add_special_tokens=False).input_ids[:tokens]
+    if len(ids) < tokens:
+        raise SystemExit(
+            f"the text has too few tokens for a passage of {tokens}: lower --context or name a longer --text"
+        )
+    return ids
+
+
+def prompts_of(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Twenty: short questions and tasks over passages, in chat form, and passages to continue; long and short mixed."""
+    passages = [*CHAT_LENGTHS, *PLAIN_LENGTHS]
+    parts = [passage(tokenizer, texts[i % len(texts)], (i + 0.5) / len(passages), n) for i, n in enumerate(passages)]
+    chats = [
+        chat(tokenizer, f"{TASKS[i % len(TASKS)]}\n\n{tokenizer.decode(ids)}")
+        for i, ids in enumerate(parts[: len(CHAT_LENGTHS)])
+    ]
+    groups = [[chat(tokenizer, question) for question in QUESTIONS], chats, parts[len(CHAT_LENGTHS) :]]
+    return [group[i] for i in range(len(PLAIN_LENGTHS)) for group in groups if i < len(group)]
+
+
+def chat(tokenizer: Any, content: str) -> list[int]:
+    if not tokenizer.chat_template:
+        return tokenizer(content + "\n\n").input_ids
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def compare(work: Workload, stock: Measured, other: Measured) -> dict[str, Any]:
+    """The figures of one row."""
+    forced = [
+        (a, b, slice(len(prompt) - 1, None))
+        for prompt, a, b in zip(work.prompts, stock.forced, other.forced, strict=True)
+    ]
+    same = np.concatenate([a.best[rows] == b.best[rows] for a, b, rows in forced])
+    return {
+        **perplexity(work, stock.documents, other.documents),
+        "agreement": float(same.mean()),
+        "agreement_stderr": float(np.sqrt(same.mean() * (1 - same.mean()) / len(same))),
+        "agreement_positions": len(same),
+        "kl_top20": float(np.concatenate([kl_lower_bound(a, b)[rows] for a, b, rows in forced]).mean()),
+        **(decode_agreement(stock.generated, other.generated) if other.generated else {}),
+    }
+
+
+def perplexity(work: Workload, stock: Sequence[Scores], other: Sequence[Scores]) -> dict[str, Any]:
+    def scored(scores: Sequence[Scores], what: Callable[[Scores], np.ndarray]) -> np.ndarray:
+        rows = [slice(None) if rows is None else rows for rows in work.scored]
+        return np.concatenate([what(s)[r] for s, r in zip(scores, rows, strict=True)])
+
+    base, nll = (scored(scores, lambda s: s.nll) for scores in (stock, other))
+    change = float(np.exp((nll - base).mean()))
+    stderr = (nll - base).std(ddof=1) / np.sqrt(len(nll))
+    return {
+        "ppl": float(np.exp(nll.mean())),
+        "ppl_stock": float(np.exp(base.mean())),
+        "ppl_change": change - 1,
+        "ppl_change_stderr": float(change * stderr),
+        "document_kl_top20": float(np.mean(scored_kl(work, stock, other))),
+        "tokens": len(nll),
+    }
+
+
+def scored_kl(work: Workload, stock: Sequence[Scores], other: Sequence[Scores]) -> np.ndarray:
+    pairs = zip(stock, other, work.scored, strict=True)
+    return np.concatenate([kl_lower_bound(a, b)[slice(None) if rows is None else rows] for a, b, rows in pairs])
+
+
+def kl_lower_bound(p: Scores, q: Scores) -> np.ndarray:
+    """KL(p || q) `[n-1]` of the distributions coarsened to the tokens in both lists, and one class for the rest."""
+    match = p.top_ids[:, :, None] == q.top_ids[:, None, :]
+    shared = match.any(2)
+    log_p = np.where(shared, p.top_logprobs, 0.0)
+    log_q = np.where(shared, np.take_along_axis(q.top_logprobs, match.argmax(2), 1), 0.0)
+    mass_p, mass_q = np.where(shared, np.exp(log_p), 0.0), np.where(shared, np.exp(log_q), 0.0)
+    rest_p, rest_q = (np.maximum(1 - mass.sum(1), 1e-9) for mass in (mass_p, mass_q))
+    return (mass_p * (log_p - log_q)).sum(1) + rest_p * np.log(rest_p / rest_q)
+
+
+def decode_agreement(stock: list[list[int]], other: list[list[int]]) -> dict[str, Any]:
+    """By free-running decode: tokens equal before each first difference, over those tokens and the differences."""
+    equal = differ = 0
+    for a, b in zip(stock, other, strict=True):
+        prefix = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        equal, differ = equal + prefix, differ + (prefix < len(a))
+    return {
+        "decode_agreement": equal / max(1, equal + differ),
+        "decode_positions": equal + differ,
+        "decode_diverged": differ,
+        "decode_prefix_share": equal / max(1, sum(map(len, stock))),
+    }
+
+
+# --- command ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Session:
+    """One model's workload and what stock vLLM made of it; rows are measured against that."""
+
+    folder: Path
+    work: Workload
+    common: dict[str, Any]
+    stock: Measured = field(init=False)
+    continuations: list[list[int]] = field(init=False)
+
+    def start(self) -> dict[str, Any]:
+        """Runs stock vLLM; returns its own row, which says how far a greedy text repeats itself."""
+        ran = engine.run(self._engine(None), measure, self.work, None)
+        self.stock, self.continuations = ran.value, ran.value.generated
+        return {"seconds": round(ran.seconds, 1), "self_agreement": self._self_agreement()}
+
+    def ktx(self, fmt: str, settings: dict[str, Any]) -> dict[str, Any]:
+        ran = engine.run(self._engine({"format": fmt, **settings}), measure, self.work, self.continuations)
+        return {
+            **self.common,
+            "format": fmt,
+            "kernels": ran.kernels,
+            **compare(self.work, self.stock, ran.value),
+            "counters": ran.counters,
+            "seconds": round(ran.seconds, 1),
+        }
+
+    def simulated(self, rule: str) -> dict[str, Any]:
+        texts = texts_of(self.work, self.continuations)
+        scores = engine.in_fresh_process(simulate, str(self.folder), [*texts, *self.work.documents], rule)
+        measured = Measured([], scores[: len(texts)], scores[len(texts) :])
+        row = {**self.common, "format": f"{rule} (simulated)", "kernels": None}
+        return {**row, **compare(self.work, self.stock, measured), "counters": {}}
+
+    def _engine(self, ktx: dict[str, Any] | None) -> Engine:
+        return Engine(str(self.folder), self.work.max_model_len, ktx, CHUNK)
+
+    def _self_agreement(self) -> float:
+        """Stock's own decode against its own prefill: float rounding alone."""
+        pairs = zip(self.work.prompts, self.stock.forced, self.continuations, strict=True)
+        return float(np.concatenate([scores.best[len(p) - 1 :] == np.array(more) for p, scores, more in pairs]).mean())
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    options = argparse.ArgumentParser(
+        description="Agreement and perplexity of KTX formats against stock vLLM.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    names = ", ".join((*models.NAMES, "smollm2-s8", "smollm2-s32", "smollm2-s128"))
+    options.add_argument("--model", default="smollm2", help=f"{names}, or a model directory")
+    options.add_argument("--format", default="k8v4", help=f"one or several, with commas: {', '.join(FORMATS)}")
+    options.add_argument("--mode", default="dense", choices=harness.MODES, help="which pages a query reads")
+    options.add_argument("--tokens", type=int, default=8192, help="tokens of text for perplexity")
+    options.add_argument("--context", type=int, default=4096, help="tokens a document")
+    options.add_argument(
+        "--text", default="topics", help=f"where text comes from, with commas: {', '.join(corpus.NAMES)}"
+    )
+    options.add_argument("--prompts", type=int, default=20, help="prompts for agreement")
+    options.add_argument("--new-tokens", type=int, default=128, help="tokens generated for each prompt, at most")
+    options.add_argument(
+        "--ktx", type=json.loads, default={}, help='further settings of KTX, e.g. {"kernels": "torch"}'
+    )
+    options.add_argument("--stock-rules", action="store_true", help=f"also simulate {', '.join(RULES)}")
+    options.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object")
+    options.add_argument("--save", action="store_true", help=f"also write {harness.RESULTS.name}/quality-MODEL.json")
+    args = options.parse_args(argv)
+    args.formats = args.format.split(",")
+    for fmt in args.formats:
+        if fmt not in FORMATS:
+            options.error(f"--format {fmt!r} is unknown: use one of {', '.join(FORMATS)}")
+    for setting, least in (("tokens", 64), ("context", 64), ("prompts", 1), ("new_tokens", 1)):
+        if getattr(args, setting) < least:
+            options.error(f"--{setting.replace('_', '-')} {getattr(args, setting)}: must be at least {least}")
+    return args
+
+
+def report(name: str, rows: list[dict[str, Any]], reference: dict[str, Any]) -> None:
+    first = rows[0]
+    print(f"{name}, {first['mode']}, float32, chunks of {CHUNK}; {first['hardware']}")
+    print(f"perplexity on {first['tokens']} tokens, agreement on {first['agreement_positions']} positions;", end=" ")
+    print(f"stock agrees with itself on {100 * reference['self_agreement']:.2f} %")
+    print(f"{'format':<32} {'ppl':>9} {'change %':>17} {'agreement %':>16} {'decode %':>9} {'KL top 20':>10}")
+    for row in rows:
+        change = f"{100 * row['ppl_change']:+.3f} +- {100 * row['ppl_change_stderr']:.3f}"
+        agreement = f"{100 * row['agreement']:.2f} +- {100 * row['agreement_stderr']:.2f}"
+        decode = f"{100 * row['decode_agreement']:.2f}" if "decode_agreement" in row else "-"
+        print(
+            f"{row['format']:<32} {row['ppl']:>9.4f} {change:>17} {agreement:>16} {decode:>9} {row['kl_top20']:>10.2e}"
+        )
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    folder = folder_of(args.model)
+    name = args.model if "/" not in args.model else folder.name
+    settings = {"text": args.text, "context": args.context, "chunk": CHUNK, "dtype": "float32", "ktx": args.ktx}
+    common = {"model": name, "mode": args.mode, **settings, **harness.environment()}
+    session = Session(folder, workload(folder, args), common)
+    say = partial(print, file=sys.stderr, flush=True)
+    say(f"{name}: stock vLLM ...")
+    reference, rows = session.start(), []
+    for fmt in args.formats:
+        say(f"{name}: KTX {fmt} ...")
+        rows.append(session.ktx(fmt, args.ktx))
+    for rule in RULES if args.stock_rules else ():
+        say(f"{name}: {rule}, simulated ...")
+        rows.append(session.simulated(rule))
+    report(name, rows, reference)
+    document = {**rows[0], "stock": reference, **({"rows": rows} if len(rows) > 1 else {})}
+    if args.save:
+        harness.RESULTS.mkdir(exist_ok=True)
+        (harness.RESULTS / f"quality-{name}.json").write_text(json.dumps(document, indent=2) + "\n")
+    if args.json:
+        print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
