@@ -1,0 +1,318 @@
+// Fills the key and value tiles of prefill from sealed pages, open pages and fresh rows, as the strips of words that
+// gemm.h multiplies: keys [d][token], values [token][d]. Sealed values stay rotated, as they are stored.
+//
+// Where a word holds two bf16 numbers, plain keys pair channels (2i, 2i + 1); sealed keys pair (0, 2) and (1, 3) of each
+// four, which is how a 16-bit lane of the packed planes holds them. Queries are packed to match.
+#pragma once
+#include "gemm.h"
+
+namespace KTX_NS {
+
+constexpr int kTile = 64;  // tokens a tile
+
+template <class Mac>
+struct Tiles {
+  float *keys, *values;
+  float* center;  // [dim], bf16 numbers: what sealed keys of two-number words are stored relative to
+  int dim;
+
+  static int64_t words(int dim) { return int64_t(kTile) * ((dim + kStrip - 1) / kStrip * kStrip) / Mac::kPack; }
+  int key_words() const { return dim / Mac::kPack; }
+  int64_t key_strip() const { return int64_t(key_words()) * kStrip; }
+  static constexpr int64_t value_strip() { return kTile / Mac::kPack * kStrip; }
+  float* key(int word, int token) const { return keys + token / kStrip * key_strip() + word * kStrip + token % kStrip; }
+  float* value(int token, int channel) const {
+    return values + channel / kStrip * value_strip() + token / Mac::kPack * kStrip + channel % kStrip;
+  }
+};
+
+// f(Const<0>{}) .. f(Const<7>{}): the eight nibbles of a 32-bit lane as compile-time shifts.
+template <class F>
+KTX_INLINE void each_nibble(F f) {
+  f(Const<0>{}), f(Const<1>{}), f(Const<2>{}), f(Const<3>{}), f(Const<4>{}), f(Const<5>{}), f(Const<6>{}), f(Const<7>{});
+}
+
+// Scale and minimum of W codes: by channel or head broadcast, by token a vector (keys, whose lanes are tokens), and the
+// other way round for values.
+struct Affine {
+  vf scale, minimum;
+  KTX_MEMBER vf operator()(vf code) const { return fmadd(code, scale, minimum); }
+};
+
+KTX_INLINE Affine broadcast_affine(const uint16_t* scale, const uint16_t* minimum, int i) {
+  return {set1(f16_to_f32(scale[i])), set1(f16_to_f32(minimum[i]))};
+}
+KTX_INLINE Affine vector_affine(const uint16_t* scale, const uint16_t* minimum, int i) {
+  return {load_f16(scale + i), load_f16(minimum + i)};
+}
+
+// The key codes of W tokens and channels 4*d4 + 0..3 + k*D/4 of all four k, as nibbles: `even` holds k = 0 (low) and
+// 2 (high nibble) of each byte, `odd` k = 1 and 3; the `low` words continue INT8 codes in the same places.
+struct KeyNibbles {
+  vi even, odd, low_even, low_odd;
+};
+
+KTX_INLINE KeyNibbles key_nibbles(const Layout& lay, const HeadPage& page, int d4, int token) {
+  const int64_t at = (int64_t(d4) * lay.page_size + token) * 4;
+  const vi p0 = iload(page.plane0 + at), p1 = iload(page.plane1 + at), upper = iset1(int32_t(0xCCCCCCCCu));
+  KeyNibbles n{pick(upper, sll<2>(p0), p1), pick(upper, p0, srl<2>(p1)), iset1(0), iset1(0)};
+  if (lay.k_bits == 8) {
+    n.low_even = iload(page.low + at);
+    n.low_odd = iload(page.low + at + int64_t(lay.head_dim / 16) * lay.page_size * 4);
+  }
+  return n;
+}
+
+template <int BITS, int N>
+KTX_INLINE vf key_code(vi high, vi low) {
+  const vf code = nibble(srl<4 * N>(high));
+  return BITS == 8 ? fmadd(code, set1(16.f), nibble(srl<4 * N>(low))) : code;
+}
+
+#if defined(KTX_HAS_BF16_DOT)
+
+// All 16 dequantized values of two INT4 scales as one vpermw table: entries 0..15 of the first, 16..31 of the second.
+KTX_INLINE vi pair_table(Affine first, Affine second) {
+  const vf codes = to_float(lane_index());
+  return (vi)_mm512_cvtne2ps_pbh(second(codes), first(codes));
+}
+// Looks up the low nibble of each lane's lower half in the table's first 16 entries, of its upper half in the others.
+KTX_INLINE vf look_up(vi table, vi codes) {
+  const vi index = pick(iset1(0x000F000F), codes, iset1(0x00100000));
+  return as_float(_mm512_permutexvar_epi16(index, table));
+}
+
+// Keys of one page, INT4 with one scale a channel or head: 16 tokens x 2 channels a lookup.
+static void fill_keys_by_table(const Layout& lay, const HeadPage& page, int token, int count, const Tiles<MacBF16>& t,
+                               int at) {
+  const int dim = lay.head_dim, step = lay.k_method == kPerChannel;
+  for (int d4 = 0; d4 < dim / 16; d4++) {
+    vi tables[8];  // [k][0: channels 0 and 2, 1: channels 1 and 3]
+    for (int i = 0; i < 8; i++) {
+      const int c = 4 * d4 + i % 2 + i / 2 * dim / 4;
+      const auto relative = [&](int channel) {
+        const Affine own = broadcast_affine(page.k_scale, page.k_min, channel * step);
+        return Affine{own.scale, own.minimum - set1(t.center[channel])};
+      };
+      tables[i] = pair_table(relative(c), relative(c + 2));
+    }
+    for (int i = 0; i < count; i += W) {
+      const KeyNibbles n = key_nibbles(lay, page, d4, token + i);
+      float* out = t.key(2 * d4, at + i);
+      const int64_t k_step = int64_t(dim / 8) * kStrip;
+      const auto put = [&](int k, vi low, vi high) {
+        store(out + k * k_step, look_up(tables[2 * k], low));
+        store(out + k * k_step + kStrip, look_up(tables[2 * k + 1], high));
+      };
+      put(0, n.even, srl<8>(n.even));
+      put(1, n.odd, srl<8>(n.odd));
+      put(2, srl<4>(n.even), srl<12>(n.even));
+      put(3, srl<4>(n.odd), srl<12>(n.odd));
+    }
+  }
+}
+
+// Values of one page, INT4 with one scale a token or head: 16 channels x 2 tokens a lookup.
+static void fill_values_by_table(const Layout& lay, const HeadPage& page, int token, int count, const Tiles<MacBF16>& t,
+                                 int at) {
+  const int dim = lay.head_dim, step = lay.v_method == kPerToken;
+  const __m512i shift = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4);
+  const auto bytes = [](const uint8_t* p) {  // 8 bytes twice: the low nibbles are channels 0..7, the high 8..15
+    int64_t x;
+    std::memcpy(&x, p, 8);
+    return _mm512_cvtepu8_epi32(_mm_set1_epi64x(x));
+  };
+  for (int i = 0; i < count; i += 2) {
+    const uint8_t *row = page.v_codes + int64_t(token + i) * (dim / 2), *next = row + dim / 2;
+    const vi table = pair_table(broadcast_affine(page.v_scale, page.v_min, (token + i) * step),
+                                broadcast_affine(page.v_scale, page.v_min, (token + i + 1) * step));
+    for (int c = 0; c < dim; c += 16) {
+      const vi codes = _mm512_srlv_epi32(ior(bytes(row + c / 2), sll<16>(bytes(next + c / 2))), shift);
+      store(t.value(at + i, c), look_up(table, codes));
+    }
+  }
+}
+
+#endif
+
+// Keys of one page, W tokens at once, for every method.
+template <class Mac, int BITS, int METHOD>
+static void fill_keys_as(const Layout& lay, const HeadPage& page, int token, int count, const Tiles<Mac>& t, int at) {
+  const int dim = lay.head_dim;
+  for (int i = 0; i < count; i += W) {
+    Affine shared = broadcast_affine(page.k_scale, page.k_min, 0);
+    if (METHOD == kPerToken) shared = vector_affine(page.k_scale, page.k_min, token + i);
+    for (int d4 = 0; d4 < dim / 16; d4++) {
+      const KeyNibbles n = key_nibbles(lay, page, d4, token + i);
+      vf value[2][8];  // [k % 2][2 * channel + k / 2]
+      each_nibble([&](auto x) {
+        constexpr int kN = decltype(x)::value;
+        for (int odd = 0; odd < 2; odd++) {
+          const int channel = 4 * d4 + kN / 2 + (odd + 2 * (kN % 2)) * (dim / 4);
+          Affine own = METHOD == kPerChannel ? broadcast_affine(page.k_scale, page.k_min, channel) : shared;
+          if (Mac::kPack == 2) own.minimum = own.minimum - set1(t.center[channel]);
+          value[odd][kN] = own(key_code<BITS, kN>(odd ? n.odd : n.even, odd ? n.low_odd : n.low_even));
+        }
+      });
+      for (int k = 0; k < 4; k++) {
+        const vf* v = &value[k % 2][k / 2];  // channels 0..3 at v[0], v[2], v[4], v[6]
+        const int word = (4 * d4 + k * (dim / 4)) / Mac::kPack;
+        if constexpr (Mac::kPack == 1) {
+          for (int c = 0; c < 4; c++) store(t.key(word + c, at + i), v[2 * c]);
+        } else {
+          for (int c = 0; c < 2; c++) store(t.key(word + c, at + i), Mac::pair(v[2 * c], v[2 * c + 4]));
+        }
+      }
+    }
+  }
+}
+
+// W values of one token from channel `c` on (for INT4, whole groups of 16 channels: `part` of W of them).
+template <int BITS>
+KTX_INLINE vf value_code(const uint8_t* row, int c) {
+  if (BITS == 8) return u8_to_float(row + c);
+  const uint8_t* group = row + c / 16 * 8;
+#if defined(__AVX512F__)
+  int64_t x;
+  std::memcpy(&x, group, 8);
+  const vi twice = _mm512_cvtepu8_epi32(_mm_set1_epi64x(x));
+  return nibble(_mm512_srlv_epi32(twice, _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4)));
+#else
+  const vi bytes = load_u8(group);
+  return nibble(c % 16 ? srl<4>(bytes) : bytes);
+#endif
+}
+
+template <class Mac, int BITS, int METHOD>
+static void fill_values_as(const Layout& lay, const HeadPage& page, int token, int count, const Tiles<Mac>& t, int at) {
+  const int dim = lay.head_dim;
+  const auto row_affine = [&](int row) {
+    return broadcast_affine(page.v_scale, page.v_min, METHOD == kPerToken ? row : 0);
+  };
+  for (int i = 0; i < count; i += Mac::kPack) {
+    const uint8_t* row = page.v_codes + int64_t(token + i) * dim * BITS / 8;
+    const Affine first = row_affine(token + i), second = row_affine(token + i + Mac::kPack - 1);
+    for (int c = 0; c < dim; c += W) {
+      const Affine own = METHOD == kPerChannel ? vector_affine(page.v_scale, page.v_min, c) : first;
+      vf word = own(value_code<BITS>(row, c));
+      if constexpr (Mac::kPack == 2) {
+        const Affine other = METHOD == kPerChannel ? own : second;
+        word = Mac::pair(word, other(value_code<BITS>(row + dim * BITS / 8, c)));
+      }
+      store(t.value(at + i, c), word);
+    }
+  }
+}
+
+// Keys in bf16 would lose what a channel's offset hides of its range (a Qwen key bias of 300 leaves a step of 2), so they
+// are stored relative to the middle of the range in the tile's first page; the product with that middle is added in fp32.
+// Returns whether there is one: only scales by channel tell.
+template <class Mac>
+static bool find_center(const Layout& lay, const HeadPage& page, const Tiles<Mac>& t) {
+  if (Mac::kPack == 1) return false;
+  const float half = float((1 << lay.k_bits) - 1) / 2;
+  for (int c = 0; c < t.dim; c++) {
+    const float middle = lay.k_method == kPerChannel ? f16_to_f32(page.k_min[c]) + half * f16_to_f32(page.k_scale[c]) : 0;
+    t.center[c] = bf16_to_f32(f32_to_bf16(middle));
+  }
+  return lay.k_method == kPerChannel;
+}
+
+template <class Mac, int BITS>
+static void fill_keys(const Layout& lay, const HeadPage& page, int token, int count, const Tiles<Mac>& t, int at) {
+#if defined(KTX_HAS_BF16_DOT)
+  if constexpr (Mac::kPack == 2 && BITS == 4)
+    if (lay.k_method != kPerToken) return fill_keys_by_table(lay, page, token, count, t, at);
+#endif
+  if (lay.k_method == kPerChannel) fill_keys_as<Mac, BITS, kPerChannel>(lay, page, token, count, t, at);
+  else if (lay.k_method == kPerToken) fill_keys_as<Mac, BITS, kPerToken>(lay, page, token, count, t, at);
+  else fill_keys_as<Mac, BITS, kPerHead>(lay, page, token, count, t, at);
+}
+
+template <class Mac, int BITS>
+static void fill_values(const Layout& lay, const HeadPage& page, int token, int count, const Tiles<Mac>& t, int at) {
+#if defined(KTX_HAS_BF16_DOT)
+  if constexpr (Mac::kPack == 2 && BITS == 4)
+    if (lay.v_method != kPerChannel) return fill_values_by_table(lay, page, token, count, t, at);
+#endif
+  if (lay.v_method == kPerChannel) fill_values_as<Mac, BITS, kPerChannel>(lay, page, token, count, t, at);
+  else if (lay.v_method == kPerToken) fill_values_as<Mac, BITS, kPerToken>(lay, page, token, count, t, at);
+  else fill_values_as<Mac, BITS, kPerHead>(lay, page, token, count, t, at);
+}
+
+// Tokens [token, token + count) of a sealed page to tile column `at`; whole groups of 16 tokens are written (a page has
+// them), so the tail of the last group is defined, and to be masked.
+template <class Mac>
+static void fill_sealed(const Layout& lay, const HeadPage& page, int token, int count, const Tiles<Mac>& t, int at) {
+  count = (count + 15) / 16 * 16;
+  if (lay.k_bits == 4) fill_keys<Mac, 4>(lay, page, token, count, t, at);
+  else fill_keys<Mac, 8>(lay, page, token, count, t, at);
+  if (lay.v_bits == 4) fill_values<Mac, 4>(lay, page, token, count, t, at);
+  else fill_values<Mac, 8>(lay, page, token, count, t, at);
+}
+
+// ---- plain rows in the model's dtype ------------------------------------------------------------------------------
+
+KTX_INLINE void transpose8(const float* const rows[8], int from, float* to) {  // to[8][kStrip] = rows[8][from ..]^T
+#if defined(__AVX2__)
+  __m256 r[8], u[8];
+  for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(rows[i] + from);
+  for (int i = 0; i < 4; i++) {
+    u[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+    u[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 2; i++) {
+    r[4 * i] = _mm256_shuffle_ps(u[4 * i], u[4 * i + 2], 0x44);
+    r[4 * i + 1] = _mm256_shuffle_ps(u[4 * i], u[4 * i + 2], 0xEE);
+    r[4 * i + 2] = _mm256_shuffle_ps(u[4 * i + 1], u[4 * i + 3], 0x44);
+    r[4 * i + 3] = _mm256_shuffle_ps(u[4 * i + 1], u[4 * i + 3], 0xEE);
+  }
+  for (int i = 0; i < 4; i++) {
+    _mm256_storeu_ps(to + i * kStrip, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+    _mm256_storeu_ps(to + (i + 4) * kStrip, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+  }
+#else
+  for (int i = 0; i < 8; i++)
+    for (int j = 0; j < 8; j++) to[i * kStrip + j] = rows[j][from + i];
+#endif
+}
+
+// `count` rows of keys, `stride` elements apart, to tile column `at`; columns up to the next multiple of 8 repeat the last.
+template <class Mac, int DT>
+static void fill_plain_keys(const void* keys, int64_t stride, int count, const Tiles<Mac>& t, int at) {
+  float converted[8][512];
+  const float* rows[8];
+  for (int i = 0; i < count; i += 8) {
+    for (int j = 0; j < 8; j++) {
+      const int64_t from = min_of(i + j, count - 1) * stride;
+      if (Mac::kPack == 2 || DT == kF32) {
+        rows[j] = reinterpret_cast<const float*>(static_cast<const char*>(keys) + from * (DT == kF32 ? 4 : 2));
+      } else {
+        for (int d = 0; d < t.dim; d += W) store(converted[j] + d, load_as<DT>(keys, from + d));
+        rows[j] = converted[j];
+      }
+    }
+    for (int word = 0; word < t.key_words(); word += 8) transpose8(rows, word, t.key(word, at + i));
+  }
+}
+
+// Likewise values; an odd last row of bf16 pairs is paired with zeros. Returns whether all of them are finite.
+template <class Mac, int DT>
+static bool fill_plain_values(const void* values, int64_t stride, int count, const Tiles<Mac>& t, int at) {
+  vf check = zero();  // x - x is 0 for finite x, else NaN, and NaN stays
+  for (int i = 0; i < count; i += Mac::kPack)
+    for (int d = 0; d < t.dim; d += W) {
+      const vf first = load_as<DT>(values, i * stride + d);
+      vf word = first;
+      check = check + (first - first);
+      if constexpr (Mac::kPack == 2) {
+        const vf second = i + 1 < count ? load_as<DT>(values, (i + 1) * stride + d) : zero();
+        check = check + (second - second);
+        word = as_float(ior(as_int(second), srl<16>(as_int(first))));
+      }
+      store(t.value(at + i, d), word);
+    }
+  return hsum(check) == 0.f;
+}
+
+}  // namespace KTX_NS
