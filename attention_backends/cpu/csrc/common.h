@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <cstdlib>
 
+#include <omp.h>
+
 #include "ktx.h"
 #include "simd.h"
 
@@ -13,7 +15,9 @@ using namespace ktx;
 constexpr float kNegInf = -__builtin_inff();
 
 // Scratch of one thread: buffers that grow and stay. A slot belongs to one owner, so a caller and its callee never share.
-enum WorkSlot { kDecodeQuery, kDecodeScores, kDecodeAcc, kSeal, kPrefill0, kPrefill1, kPrefill2, kPrefill3, kWorkSlots };
+enum WorkSlot {
+  kTasks, kPartials, kDecodeQuery, kDecodeScores, kDecodeAcc, kDecodeMerge, kSeal, kPrefill0, kPrefill1, kPrefill2, kPrefill3, kWorkSlots
+};
 
 struct Workspace {
   void* data[kWorkSlots] = {};
@@ -37,6 +41,8 @@ static inline Workspace& thread_workspace() {
   static thread_local Workspace workspace;
   return workspace;
 }
+
+KTX_INLINE int thread_count(int asked) { return asked > 0 ? asked : omp_get_max_threads(); }
 
 // One page of a row's context: exactly one of the pointers is set.
 struct PageRef {
@@ -106,13 +112,24 @@ static inline void hadamard(float* x, int dim) {
         }
       }
     }
-  const vf norm = set1(1.f / __builtin_sqrtf(float(block)));
+  const vf norm = set1(float(1. / __builtin_sqrt(double(block))));
   for (int i = 0; i < dim; i += W) store(x + i, load(x + i) * norm);
 }
 
-// f(std::integral_constant-like tag) for the dtype at hand: `with_dtype(dtype, [&](auto dt) { load_as<dt.value>(...) })`.
 template <int V>
 struct Const { static constexpr int value = V; };
+
+// f(Const<0>{}), f(Const<1>{}) .. f(Const<N - 1>{}), written out, so that shifts and register choices are constants.
+template <int N, class F>
+KTX_INLINE void unroll(F&& f) {
+  if constexpr (N > 0) {
+    unroll<N - 1>(f);
+    f(Const<N - 1>{});
+  }
+}
+#define KTX_LAMBDA __attribute__((always_inline))
+
+// Calls f with the dtype as a constant: `with_dtype(dtype, [&](auto dt) { load_as<dt.value>(...); })`.
 template <class F>
 KTX_INLINE void with_dtype(int dtype, F f) {
   if (dtype == kF32) f(Const<kF32>{});

@@ -70,6 +70,14 @@ struct AttentionArgs {
   int32_t num_threads, reserved;       // 0: OpenMP's default
 };
 
+// One ISA's kernels. Each kernels_*.cpp defines the table of its own namespace.
+struct Kernels {
+  const char* name;
+  int32_t (*seal)(const SealArgs*);
+  int32_t (*append)(const AppendArgs*);
+  int32_t (*attention)(const AttentionArgs*);
+};
+
 }  // namespace ktx
 
 KTX_API int32_t ktx_abi_version();

@@ -56,6 +56,15 @@ KTX_INLINE uint16_t f32_to_f16(float x) {
 }
 #endif
 
+template <bool UP>
+KTX_INLINE uint16_t f32_to_f16_toward(float x) {  // finite x within the fp16 range, rounded toward +inf or -inf
+  const uint16_t near = f32_to_f16(x);
+  const float back = f16_to_f32(near);
+  if (UP ? back >= x : back <= x) return near;
+  if ((near & 0x7FFFu) == 0) return UP ? 0x0001u : 0x8001u;
+  return uint16_t((near >> 15) == UP ? near - 1 : near + 1);
+}
+
 template <int DT>
 KTX_INLINE float load1(const void* p, int64_t i) {
   if (DT == ktx::kF32) return static_cast<const float*>(p)[i];
@@ -128,6 +137,18 @@ KTX_INLINE vf load_bf16(const uint16_t* p) {
 KTX_INLINE void store_f16(uint16_t* p, vf x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
+template <bool UP>
+KTX_INLINE void store_f16_toward(uint16_t* p, vf x) {  // rounds toward +inf or -inf
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, UP ? _MM_FROUND_TO_POS_INF : _MM_FROUND_TO_NEG_INF));
+}
+KTX_INLINE vi iload_first(const void* p, int n) {  // n of W lanes; the others are 0 and their bytes not touched
+  return _mm512_maskz_loadu_epi32(n < W ? __mmask16((1u << n) - 1) : __mmask16(0xFFFF), p);
+}
+template <int I>
+KTX_INLINE vi byte_lane(vi x) {  // byte I of each lane, zero-extended, in one shuffle
+  const int z = 0x80808000 + I;
+  return _mm512_shuffle_epi8(x, _mm512_set4_epi32(z + 12, z + 8, z + 4, z));
+}
 KTX_INLINE void store_low16(uint16_t* p, vi x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
 }
@@ -197,6 +218,19 @@ KTX_INLINE vf load_bf16(const uint16_t* p) {
 KTX_INLINE void store_f16(uint16_t* p, vf x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
+template <bool UP>
+KTX_INLINE void store_f16_toward(uint16_t* p, vf x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, UP ? _MM_FROUND_TO_POS_INF : _MM_FROUND_TO_NEG_INF));
+}
+KTX_INLINE vi iload_first(const void* p, int n) {
+  if (n >= W) return iload(p);
+  return _mm256_maskload_epi32(static_cast<const int*>(p), _mm256_cmpgt_epi32(iset1(n), lane_index()));
+}
+template <int I>
+KTX_INLINE vi byte_lane(vi x) {
+  const int z = 0x80808000 + I;
+  return _mm256_shuffle_epi8(x, _mm256_setr_epi32(z, z + 4, z + 8, z + 12, z, z + 4, z + 8, z + 12));
+}
 KTX_INLINE void store_low16(uint16_t* p, vi x) {
   x = iand(x, iset1(0xFFFF));
   x = _mm256_permute4x64_epi64(_mm256_packus_epi32(x, x), 0x08);
@@ -258,6 +292,13 @@ KTX_INLINE vi load_u8(const uint8_t* p) { return ieach([=](int i) { return p[i];
 KTX_INLINE vf load_f16(const uint16_t* p) { return each([=](int i) { return f16_to_f32(p[i]); }); }
 KTX_INLINE vf load_bf16(const uint16_t* p) { return each([=](int i) { return bf16_to_f32(p[i]); }); }
 KTX_INLINE void store_f16(uint16_t* p, vf x) { for (int i = 0; i < W; i++) p[i] = f32_to_f16(x[i]); }
+template <bool UP>
+KTX_INLINE void store_f16_toward(uint16_t* p, vf x) { for (int i = 0; i < W; i++) p[i] = f32_to_f16_toward<UP>(x[i]); }
+KTX_INLINE vi iload_first(const void* p, int n) {
+  return ieach([=](int i) { int32_t x = 0; if (i < n) std::memcpy(&x, static_cast<const char*>(p) + 4 * i, 4); return x; });
+}
+template <int I>
+KTX_INLINE vi byte_lane(vi x) { return srl<24>(sll<24 - 8 * I>(x)); }
 KTX_INLINE void store_low16(uint16_t* p, vi x) { for (int i = 0; i < W; i++) p[i] = uint16_t(x[i]); }
 KTX_INLINE void store_low8(uint8_t* p, vi x) { for (int i = 0; i < W; i++) p[i] = uint8_t(x[i]); }
 KTX_INLINE vf scale_by_power(vf x, vf n) { return x * as_float(sll<23>(iadd(to_int(n), iset1(127)))); }

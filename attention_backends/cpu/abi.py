@@ -1,0 +1,94 @@
+"""ctypes mirrors of the structs in csrc/ktx.h, field by field, and the native form of a `PageLayout`.
+
+Never loads a library: that is `native.py`. `SIZES` lists what `ktx_abi_size` is compared with.
+"""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from functools import lru_cache
+
+import torch
+
+from vllm_ktx.kv_quant.layout import PageLayout
+
+VERSION = 1
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+METHODS = {"per_channel": 0, "per_token": 1, "per_head": 2}
+
+
+class Section(Structure):
+    _fields_ = [("offset", c_int64), ("head_bytes", c_int64)]
+
+
+class Layout(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("page_size", "num_kv_heads", "head_dim", "k_bits", "v_bits")),
+        *((name, c_int32) for name in ("k_method", "v_method", "v_rotate")),
+        *((name, c_int64) for name in ("header_head_bytes", "header_bytes", "payload_bytes")),
+        *((name, Section) for name in ("k_scale", "k_min", "k_plane0", "k_plane1", "k_low")),
+        *((name, Section) for name in ("v_scale", "v_min", "v_codes")),
+    ]
+
+
+class SealArgs(Structure):
+    _fields_ = [
+        ("layout", POINTER(Layout)),
+        *((name, c_void_p) for name in ("k", "v")),
+        *((name, c_int32) for name in ("dtype", "num_pages")),
+        *((name, c_int64) for name in ("token_stride", "head_stride")),
+        *((name, c_void_p) for name in ("src", "block", "slot", "header", "payload")),
+        *((name, c_int64) for name in ("header_stride", "payload_stride")),
+        *((name, c_int32) for name in ("num_threads", "reserved")),
+    ]
+
+
+class AppendArgs(Structure):
+    _fields_ = [
+        ("layout", POINTER(Layout)),
+        *((name, c_void_p) for name in ("k", "v")),
+        *((name, c_int32) for name in ("dtype", "num_rows")),
+        *((name, c_int64) for name in ("token_stride", "head_stride")),
+        *((name, c_void_p) for name in ("token", "slot", "offset", "open_pages")),
+        ("open_stride", c_int64),
+        *((name, c_int32) for name in ("num_threads", "reserved")),
+    ]
+
+
+class AttentionArgs(Structure):
+    _fields_ = [
+        ("layout", POINTER(Layout)),
+        *((name, c_void_p) for name in ("q", "k", "v", "out", "lse")),
+        *((name, c_int32) for name in ("dtype", "num_q_heads", "num_rows", "table_stride")),
+        *((name, c_int64) for name in ("q_token_stride", "kv_token_stride", "out_token_stride")),
+        *((name, c_void_p) for name in ("cu_q", "context", "block_table", "open_slot", "payload_slot")),
+        *((name, c_void_p) for name in ("payload", "open_pages")),
+        *((name, c_int64) for name in ("payload_stride", "open_stride")),
+        *((name, c_float) for name in ("scale", "softcap")),
+        *((name, c_int32) for name in ("num_threads", "reserved")),
+    ]
+
+
+SIZES = (Layout, SealArgs, AppendArgs, AttentionArgs)
+
+
+@lru_cache(maxsize=64)
+def layout_struct(layout: PageLayout) -> Layout:
+    """The numbers of `layout` as the kernels read them. Made once; never change the result."""
+    fmt = layout.fmt
+    native = Layout(
+        page_size=layout.page_size,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        k_bits=fmt.k_bits,
+        v_bits=fmt.v_bits,
+        k_method=METHODS[fmt.k_method],
+        v_method=METHODS[fmt.v_method],
+        v_rotate=int(fmt.v_rotate and fmt.quantized),
+        header_head_bytes=layout.header_head_bytes,
+        header_bytes=layout.header_bytes,
+        payload_bytes=layout.payload_bytes,
+    )
+    for name, section in layout.sections.items():
+        setattr(native, name, Section(section.offset, section.head_bytes))
+    return native

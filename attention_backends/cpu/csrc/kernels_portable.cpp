@@ -1,0 +1,3 @@
+#define KTX_NS ktx_portable
+#define KTX_NAME "portable"
+#include "kernels.inc"
