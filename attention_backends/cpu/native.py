@@ -256,8 +256,8 @@ class CpuKernels:
         first = next(iter(tensors.values()))
         for name, tensor in tensors.items():
             if tensor.dtype not in abi.DTYPES or tensor.dtype != first.dtype or tensor.device.type != "cpu":
-                raise ValueError(f"{name}: found {tensor.dtype} on {tensor.device}; needed float32, float16 or bfloat16 "
-                                 f"on the CPU, and one dtype for all")  # fmt: skip
+                raise ValueError(f"{name}: found {tensor.dtype} on {tensor.device}; needed one dtype for all, "
+                                 f"float32, float16 or bfloat16, on the CPU")  # fmt: skip
 
     def _check_open(self, layout: PageLayout, open_pages: torch.Tensor) -> None:
         page = (2, layout.num_kv_heads, layout.page_size, layout.head_dim)
