@@ -2,7 +2,7 @@
 
 Baseline and KTX run on the same tensors, in the same process, in turns (A, B, A, B, ...), on the same number of
 threads; medians are reported, as CPU time over all threads and as wall time. The baseline is called as vLLM's
-`CPUAttentionBackend` calls it: bf16 cache, blocks of 128 tokens (vLLM's default on CPU), the ISA that vLLM chooses.
+`CPUAttentionBackend` calls it (`baseline.py`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from vllm_ktx.attention_backends.cpu import native
 from vllm_ktx.attention_backends.torch_kernels import TorchKernels
 from vllm_ktx.kv_quant import PRESETS, PageLayout, parse_format
 
+from . import baseline
+
 RESULTS = Path(__file__).parent / "results"
-BASELINE_BLOCK = 128  # vLLM's default block size on CPU
 MODES = ("dense",)
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile")
 
@@ -153,63 +154,6 @@ def make_kernels(isa: str) -> Any:
     return kernels
 
 
-class Baseline:
-    """vLLM's CPU attention op over an unquantized paged cache holding the same tokens as `problem`."""
-
-    def __init__(self, problem: Problem) -> None:
-        from vllm import _custom_ops as ops
-        from vllm import envs
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-        self.ops, self.problem = ops, problem
-        shape, total = problem.shape, problem.context + problem.query_len
-        self.isa = _get_attn_isa(torch.bfloat16, BASELINE_BLOCK, shape.head_dim)
-        num_blocks = -(-total // BASELINE_BLOCK)
-        cache = torch.zeros(num_blocks, shape.kv_heads, 2 * BASELINE_BLOCK, shape.head_dim, dtype=torch.bfloat16)
-        self.key_cache, self.value_cache = cache.chunk(2, dim=2)
-        self.block_table = torch.arange(num_blocks, dtype=torch.int32).reshape(1, -1)
-        self.cu_q, self.seq_lens = problem.pages["cu_q"], torch.tensor([total], dtype=torch.int32)
-        self._write(problem.keys, problem.values, 0)
-        self._write(problem.k, problem.v, problem.context)
-        self.metadata = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=1,
-            num_heads=shape.q_heads,
-            num_kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            seq_lens=self.seq_lens,
-            dtype=torch.bfloat16,
-            query_start_loc=self.cu_q,
-            causal=True,
-            sliding_window_size=-1,
-            isa=self.isa,
-            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-        )
-        self.out = torch.empty_like(problem.q)
-
-    def _write(self, keys: torch.Tensor, values: torch.Tensor, position: int) -> None:
-        if len(keys):
-            slots = torch.arange(position, position + len(keys), dtype=torch.int64)
-            self.ops.cpu_attn_reshape_and_cache(keys, values, self.key_cache, self.value_cache, slots, self.isa)
-
-    def __call__(self) -> None:
-        self.ops.cpu_attention_with_kv_cache(
-            query=self.problem.q,
-            key_cache=self.key_cache,
-            value_cache=self.value_cache,
-            output=self.out,
-            query_start_loc=self.cu_q,
-            seq_lens=self.seq_lens,
-            scale=self.problem.scale,
-            causal=True,
-            alibi_slopes=None,
-            sliding_window=-1,
-            block_table=self.block_table,
-            softcap=0.0,
-            scheduler_metadata=self.metadata,
-            s_aux=None,
-        )
-
-
 def measure(run: Callable[[], None], other: Callable[[], None], seconds: float, rounds: int) -> dict[str, float]:
     """Medians in ms (wall and CPU) of the two, run in turns: a warm-up each, then at least `rounds` and `seconds`.
 
@@ -255,14 +199,14 @@ def reference_outputs(problem: Problem, tokens: torch.Tensor) -> tuple[torch.Ten
 
 def compare(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
     """Measures one problem against the baseline and returns the figure's fields."""
-    kernels, baseline = make_kernels(args.isa), Baseline(problem)
+    kernels, vllm_op = make_kernels(args.isa), baseline.VllmAttention(problem)
     out = torch.empty_like(problem.q)
     inputs = problem.kernel_inputs()
 
     def run() -> None:
         kernels.attention(problem.layout, out=out, num_threads=args.threads, **inputs)
 
-    times = measure(run, baseline, args.seconds, args.rounds)
+    times = measure(run, vllm_op, args.seconds, args.rounds)
     tokens = torch.linspace(0, problem.query_len - 1, min(problem.query_len, 8)).long().unique()
     on_pages, unquantized = reference_outputs(problem, tokens)
     return {
@@ -276,10 +220,10 @@ def compare(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
         "ratio_wall": times["baseline_ms"] / times["ms"],
         "rel_error": relative_error(out[tokens], on_pages),
         "rel_error_unquantized": relative_error(out[tokens], unquantized),
-        "baseline_rel_error": relative_error(baseline.out[tokens], unquantized),
+        "baseline_rel_error": relative_error(vllm_op.out[tokens], unquantized),
         "threads": args.threads,
         "isa": getattr(kernels, "isa", "torch"),
-        "baseline_isa": baseline.isa,
+        "baseline_isa": vllm_op.name,
         **environment(),
     }
 
@@ -327,6 +271,8 @@ def parser(description: str, context: str) -> argparse.ArgumentParser:
     options.add_argument("--page-size", type=int, default=64, help="tokens a page")
     options.add_argument("--threads", type=int, default=1, help="threads of both sides")
     options.add_argument("--isa", default="auto", help="auto, avx512, avx2, portable or torch")
+    libraries = ", ".join(baseline.LIBRARIES)
+    options.add_argument("--vllm-isa", default="auto", help=f"the kernels that vLLM loads: {libraries}")
     options.add_argument("--rounds", type=int, default=5, help="measured rounds at least")
     options.add_argument("--seconds", type=float, default=2.0, help="keep measuring for this long")
     options.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object")
@@ -337,9 +283,11 @@ def parser(description: str, context: str) -> argparse.ArgumentParser:
 def parse(options: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """Parses and checks; a bad value ends the program with the setting, the value and what to use."""
     args = options.parse_args(argv)
-    for setting, choices in (("format", PRESETS), ("mode", MODES), ("shape", SHAPES)):
+    for setting, choices in (("format", PRESETS), ("mode", MODES), ("shape", SHAPES), ("vllm_isa", baseline.LIBRARIES)):
         if getattr(args, setting) not in choices:
-            options.error(f"--{setting} {getattr(args, setting)!r} is unknown: use one of {', '.join(choices)}")
+            options.error(
+                f"--{setting.replace('_', '-')} {getattr(args, setting)!r} is unknown: use one of {', '.join(choices)}"
+            )
     try:
         args.contexts = [int(part) for part in args.context.split(",")]
     except ValueError:
@@ -357,6 +305,7 @@ def main(
     """Runs one benchmark for each context and reports."""
     args = parse(options, argv)
     torch.set_num_threads(args.threads)
+    baseline.choose_library(args.vllm_isa)
     results = []
     for context in args.contexts:
         try:

@@ -289,11 +289,12 @@ static void prefill_task(const AttentionArgs& a, int row, int kv_head, int q_beg
   }
   with_dtype(a.dtype, [&](auto dt) {
 #if defined(KTX_HAS_BF16_DOT)
+    // Twice the speed of fp32 at a rounding error like that of the bf16 output; some AVX-512 CPUs lack it.
     if constexpr (dt.value == kBF16)
-      return Prefill<MacBF16>(a, row, kv_head, q_begin, q_end, w).template run<kBF16>(pages, sealed, n);
-    else
+      if (__builtin_cpu_supports("avx512bf16"))
+        return Prefill<MacBF16>(a, row, kv_head, q_begin, q_end, w).template run<kBF16>(pages, sealed, n);
 #endif
-      return Prefill<MacF32>(a, row, kv_head, q_begin, q_end, w).template run<dt.value>(pages, sealed, n);
+    Prefill<MacF32>(a, row, kv_head, q_begin, q_end, w).template run<dt.value>(pages, sealed, n);
   });
 }
 
