@@ -67,15 +67,17 @@ class Kernels(Protocol):
 @functools.lru_cache(maxsize=None)
 def select_kernels(choice: str) -> Kernels:
     """`choice`: `auto`, `native` or `torch`. Raises RuntimeError if `native` was asked for and is not there."""
-    from .cpu.native import load
-    from .torch_kernels import TorchKernels
+    if choice != "torch":
+        from .cpu.native import load
 
-    native = None if choice == "torch" else load()
-    if native is not None:
-        return native
+        native = load()
+        if native is not None:
+            return native
     if choice == "native":
         raise RuntimeError(
             "ktx.kernels='native': the native CPU library was not built (no C++ compiler at install?). "
             "Install g++ and run `pip install -e .` again, or set ktx.kernels to 'auto'."
         )
+    from .torch_kernels import TorchKernels
+
     return TorchKernels()
