@@ -116,6 +116,11 @@ class CpuKernels:
         self._library = library
 
     @property
+    def name(self) -> str:
+        """What a log or report calls these kernels."""
+        return f"native ({self.isa})"
+
+    @property
     def isa(self) -> str:
         """Instruction set in use: avx512, avx2 or portable."""
         return self._library.ktx_isa().decode()

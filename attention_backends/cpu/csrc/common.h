@@ -95,23 +95,19 @@ KTX_INLINE HeadPage head_page(const Layout& lay, const uint8_t* payload, int kv_
 
 // Orthonormal Walsh-Hadamard rotation of x[dim], in place; block diagonal as in kv_quant/hadamard.py. Its own inverse.
 static inline void hadamard(float* x, int dim) {
-  const int block = dim & -dim;
-  for (int half = 1; half < block; half *= 2)
-    for (int i = 0; i < dim; i += 2 * half) {
-      if (half < W) {
-        for (int j = i; j < i + half; j++) {
-          const float low = x[j], high = x[j + half];
-          x[j] = low + high;
-          x[j + half] = low - high;
-        }
-      } else {
-        for (int j = i; j < i + half; j += W) {
-          const vf low = load(x + j), high = load(x + j + half);
-          store(x + j, low + high);
-          store(x + j + half, low - high);
-        }
+  const int block = dim & -dim;  // at least 16
+  for (int i = 0; i < dim; i += W) {
+    vf y = butterfly<4>(butterfly<2>(butterfly<1>(load(x + i))));
+    if (W == 16) y = butterfly<8>(y);
+    store(x + i, y);
+  }
+  for (int half = W; half < block; half *= 2)
+    for (int i = 0; i < dim; i += 2 * half)
+      for (int j = i; j < i + half; j += W) {
+        const vf low = load(x + j), high = load(x + j + half);
+        store(x + j, low + high);
+        store(x + j + half, low - high);
       }
-    }
   const vf norm = set1(float(1. / __builtin_sqrt(double(block))));
   for (int i = 0; i < dim; i += W) store(x + i, load(x + i) * norm);
 }

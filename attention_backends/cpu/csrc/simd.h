@@ -21,7 +21,7 @@ namespace KTX_NS {
 // ---- scalars ------------------------------------------------------------------------------------------------------
 
 template <class T>
-KTX_INLINE T min_of(T a, T b) { return b < a ? b : a; }
+KTX_INLINE constexpr T min_of(T a, T b) { return b < a ? b : a; }
 template <class T>
 KTX_INLINE T max_of(T a, T b) { return a < b ? b : a; }
 
@@ -80,7 +80,6 @@ KTX_INLINE int dtype_bytes(int dtype) { return dtype == ktx::kF32 ? 4 : 2; }
 constexpr int W = 16;
 using vf = __m512;
 using vi = __m512i;
-#define KTX_HAS_VNNI 1
 
 KTX_INLINE vf zero() { return _mm512_setzero_ps(); }
 KTX_INLINE vf set1(float x) { return _mm512_set1_ps(x); }
@@ -99,6 +98,7 @@ KTX_INLINE vi iload(const void* p) { return _mm512_loadu_si512(p); }
 KTX_INLINE void istore(void* p, vi x) { _mm512_storeu_si512(p, x); }
 KTX_INLINE vi iand(vi a, vi b) { return _mm512_and_si512(a, b); }
 KTX_INLINE vi ior(vi a, vi b) { return _mm512_or_si512(a, b); }
+KTX_INLINE vi ixor(vi a, vi b) { return _mm512_xor_si512(a, b); }
 KTX_INLINE vi iadd(vi a, vi b) { return _mm512_add_epi32(a, b); }
 template <int N>
 KTX_INLINE vi srl(vi x) { return _mm512_srli_epi32(x, N); }
@@ -156,6 +156,15 @@ KTX_INLINE void store_low8(uint8_t* p, vi x) {  // the low byte of each lane, W 
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
 }
 KTX_INLINE vf scale_by_power(vf x, vf n) { return _mm512_scalef_ps(x, n); }  // x * 2^n for integral n
+template <int N>
+KTX_INLINE vi sra(vi x) { return _mm512_srai_epi32(x, N); }
+KTX_INLINE vi isub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
+template <int H>
+KTX_INLINE vf swap_halves(vf x) {  // lane i gets lane i ^ H
+  if (H == 1) return _mm512_permute_ps(x, 0xB1);
+  if (H == 2) return _mm512_permute_ps(x, 0x4E);
+  return H == 4 ? _mm512_shuffle_f32x4(x, x, 0xB1) : _mm512_shuffle_f32x4(x, x, 0x4E);
+}
 
 #elif defined(__AVX2__)
 
@@ -186,6 +195,7 @@ KTX_INLINE vi iload(const void* p) { return _mm256_loadu_si256(static_cast<const
 KTX_INLINE void istore(void* p, vi x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
 KTX_INLINE vi iand(vi a, vi b) { return _mm256_and_si256(a, b); }
 KTX_INLINE vi ior(vi a, vi b) { return _mm256_or_si256(a, b); }
+KTX_INLINE vi ixor(vi a, vi b) { return _mm256_xor_si256(a, b); }
 KTX_INLINE vi iadd(vi a, vi b) { return _mm256_add_epi32(a, b); }
 template <int N>
 KTX_INLINE vi srl(vi x) { return _mm256_srli_epi32(x, N); }
@@ -243,6 +253,13 @@ KTX_INLINE void store_low8(uint8_t* p, vi x) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(h, h));
 }
 KTX_INLINE vf scale_by_power(vf x, vf n) { return x * as_float(sll<23>(iadd(to_int(n), iset1(127)))); }
+template <int N>
+KTX_INLINE vi sra(vi x) { return _mm256_srai_epi32(x, N); }
+KTX_INLINE vi isub(vi a, vi b) { return _mm256_sub_epi32(a, b); }
+template <int H>
+KTX_INLINE vf swap_halves(vf x) {
+  return H == 1 ? _mm256_permute_ps(x, 0xB1) : H == 2 ? _mm256_permute_ps(x, 0x4E) : _mm256_permute2f128_ps(x, x, 1);
+}
 
 #else
 
@@ -268,6 +285,7 @@ KTX_INLINE vi iload(const void* p) { vi r; std::memcpy(&r, p, sizeof r); return 
 KTX_INLINE void istore(void* p, vi x) { std::memcpy(p, &x, sizeof x); }
 KTX_INLINE vi iand(vi a, vi b) { return a & b; }
 KTX_INLINE vi ior(vi a, vi b) { return a | b; }
+KTX_INLINE vi ixor(vi a, vi b) { return a ^ b; }
 KTX_INLINE vi iadd(vi a, vi b) { return a + b; }
 KTX_INLINE vi pick(vi mask, vi a, vi b) { return (mask & a) | (~mask & b); }
 template <int N>
@@ -302,6 +320,11 @@ KTX_INLINE vi byte_lane(vi x) { return srl<24>(sll<24 - 8 * I>(x)); }
 KTX_INLINE void store_low16(uint16_t* p, vi x) { for (int i = 0; i < W; i++) p[i] = uint16_t(x[i]); }
 KTX_INLINE void store_low8(uint8_t* p, vi x) { for (int i = 0; i < W; i++) p[i] = uint8_t(x[i]); }
 KTX_INLINE vf scale_by_power(vf x, vf n) { return x * as_float(sll<23>(iadd(to_int(n), iset1(127)))); }
+template <int N>
+KTX_INLINE vi sra(vi x) { return x >> N; }
+KTX_INLINE vi isub(vi a, vi b) { return a - b; }
+template <int H>
+KTX_INLINE vf swap_halves(vf x) { return each([=](int i) { return x[i ^ H]; }); }
 
 #endif
 
@@ -346,6 +369,12 @@ KTX_INLINE vf vexp(vf x) {
 KTX_INLINE vf vtanh(vf x) {  // absolute error about 1e-7
   const vf y = vmin(set1(30.f), vmax(set1(-30.f), x));
   return set1(1.f) - set1(2.f) / (vexp(y + y) + set1(1.f));
+}
+
+template <int H>
+KTX_INLINE vf butterfly(vf x) {  // lane pairs (i, i + H) -> (sum, difference)
+  const vi upper = sll<31>(srl<H == 1 ? 0 : H == 2 ? 1 : H == 4 ? 2 : 3>(lane_index()));
+  return as_float(ixor(as_int(x), upper)) + swap_halves<H>(x);
 }
 
 KTX_INLINE void prefetch_run(const void* p, int64_t bytes) {
