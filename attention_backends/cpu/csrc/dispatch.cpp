@@ -27,7 +27,7 @@ const ktx::Kernels* find(const char* name) {
   __builtin_cpu_init();
 #endif
 #if KTX_HAVE_AVX512
-  // No kernel uses AVX512_BF16 instructions, so CPUs without it qualify.
+  // AVX512_BF16 is not needed: prefill asks for it where it would use it.
   if (wanted(ktx_avx512::kernels) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
     return &ktx_avx512::kernels;
