@@ -14,9 +14,10 @@ using namespace ktx;
 
 constexpr float kNegInf = -__builtin_inff();
 
-// Scratch of one thread: buffers that grow and stay. A slot belongs to one owner, so a caller and its callee never share.
+// Scratch of one thread: buffers that grow and stay. A slot has one owner, so a caller and its callee never share.
 enum WorkSlot {
-  kTasks, kPartials, kDecodeQuery, kDecodeScores, kDecodeAcc, kDecodeMerge, kSeal, kPrefill0, kPrefill1, kPrefill2, kPrefill3, kWorkSlots
+  kTasks, kPartials, kDecodeQuery, kDecodeScores, kDecodeAcc, kDecodeMerge, kSeal,
+  kPrefill0, kPrefill1, kPrefill2, kPrefill3, kWorkSlots
 };
 
 struct Workspace {

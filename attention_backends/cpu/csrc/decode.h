@@ -14,8 +14,8 @@ struct SplitSums {
 };
 
 template <int NR, int BITS>
-static void add_codes(bool integer, const uint8_t* codes, const uint8_t* next, int size, int tokens, int dim, const float* w,
-                      float* natural, float* permuted, float* extra) {
+static void add_codes(bool integer, const uint8_t* codes, const uint8_t* next, int size, int tokens, int dim,
+                      const float* w, float* natural, float* permuted, float* extra) {
   if (integer) {
     WordWeights<NR> words;
     round_weights(words, w, size);
@@ -31,8 +31,8 @@ static void add_codes(bool integer, const uint8_t* codes, const uint8_t* next, i
 
 // Values of one sealed page by weights p, which are 0 behind the page's last token.
 template <int NR, int BITS>
-static void add_sealed(const Layout& lay, bool integer, const HeadPage& page, const HeadPage& next, int tokens, float* p,
-                       const SplitSums& s) {
+static void add_sealed(const Layout& lay, bool integer, const HeadPage& page, const HeadPage& next, int tokens,
+                       float* p, const SplitSums& s) {
   const int dim = lay.head_dim, size = lay.page_size;
   float extra[NR];
   if (lay.v_method != kPerChannel) {
@@ -122,13 +122,13 @@ static void attend_split(const AttentionArgs& a, const PageRef* pages, int count
       HeadPage next = page;
       if (i + 1 < count && pages[i + 1].payload) {
         next = sealed(i + 1);
-        if (lay.k_method == kPerChannel) prefetch_run(next.k_scale, 2 * dim), prefetch_run(next.k_min, 2 * dim);
+        prefetch_run(next.k_scale, 2 * dim), prefetch_run(next.k_min, 2 * dim);
       } else if (pages[0].payload) {  // the values' turn comes next
         const int quarter = size * dim / 4;
         next.plane0 = sealed(0).v_codes;
         next.plane1 = next.plane0 + quarter;
         next.low = next.plane0 + (lay.v_bits == 8 ? 2 * quarter : 0);
-        if (lay.v_method == kPerToken) prefetch_run(sealed(0).v_scale, 2 * size), prefetch_run(sealed(0).v_min, 2 * size);
+        prefetch_run(sealed(0).v_scale, 2 * size), prefetch_run(sealed(0).v_min, 2 * size);
       }
       if (lay.k_bits == 4) score_sealed<NR, 4>(lay, page, next, rounds, q, q_sum, s.scratch, out);
       else score_sealed<NR, 8>(lay, page, next, rounds, q, q_sum, s.scratch, out);
@@ -150,7 +150,7 @@ static void attend_split(const AttentionArgs& a, const PageRef* pages, int count
       HeadPage next = page;
       if (i + 1 < count && pages[i + 1].payload) {
         next = sealed(i + 1);
-        if (lay.v_method == kPerToken) prefetch_run(next.v_scale, 2 * size), prefetch_run(next.v_min, 2 * size);
+        prefetch_run(next.v_scale, 2 * size), prefetch_run(next.v_min, 2 * size);
       } else if (after && after->payload) {
         next = head_page(lay, after->payload, kv_head);
         prefetch_run(next.k_scale, 2 * dim), prefetch_run(next.k_min, 2 * dim);

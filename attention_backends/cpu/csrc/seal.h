@@ -1,5 +1,5 @@
-// Sealing: one page of one kv head from the model's dtype to bytes, by the arithmetic of kv_quant/codec.py, step by step
-// in the same order, so that the bytes agree. Appending: fresh rows into open pages.
+// Sealing: one page of one kv head from the model's dtype to bytes, by the arithmetic of kv_quant/codec.py, step by
+// step in the same order, so that the bytes agree. Appending: fresh rows into open pages.
 #pragma once
 #include "common.h"
 

