@@ -68,7 +68,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class Ran:
-    """What came back. `counters`: KTX's, all zero under stock vLLM; `kernels`: the ones KTX used, None under stock."""
+    """What came back. `counters`: KTX's, all zero under stock vLLM. `kernels`: the instruction set of KTX's kernels or
+    `torch`; None under stock."""
 
     value: Any
     counters: dict[str, int]
@@ -128,7 +129,8 @@ def _serve(engine: Engine, work: Callable[..., Any], args: tuple) -> Ran:
     if engine.ktx is not None:
         from vllm_ktx.attention_backends.kernels import select_kernels
 
-        kernels = select_kernels(engine.ktx.get("kernels", "auto")).name
+        chosen = select_kernels(engine.ktx.get("kernels", "auto"))
+        kernels = getattr(chosen, "isa", None) or chosen.name
     return Ran(value, metrics.snapshot(), kernels, seconds)
 
 

@@ -22,6 +22,7 @@ import argparse
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -333,6 +334,15 @@ def report(name: str, rows: list[dict[str, Any]], reference: dict[str, Any]) -> 
         )
 
 
+def timed(what: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Visible progress on stderr around `call`."""
+    print(f"[quality] {what} ...", file=sys.stderr, flush=True)
+    started = time.perf_counter()
+    result = call()
+    print(f"[quality] {what}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    return result
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     folder = folder_of(args.model)
@@ -340,15 +350,12 @@ def main(argv: list[str] | None = None) -> None:
     settings = {"text": args.text, "context": args.context, "chunk": CHUNK, "dtype": "float32", "ktx": args.ktx}
     common = {"model": name, "mode": args.mode, **settings, **harness.environment()}
     session = Session(folder, workload(folder, args), common)
-    say = partial(print, file=sys.stderr, flush=True)
-    say(f"{name}: stock vLLM ...")
-    reference, rows = session.start(), []
+    rows: list[dict[str, Any]] = []
+    reference = timed(f"{name}: stock vLLM", session.start)
     for fmt in args.formats:
-        say(f"{name}: KTX {fmt} ...")
-        rows.append(session.ktx(fmt, args.ktx))
+        rows.append(timed(f"{name}: KTX {fmt}", partial(session.ktx, fmt, args.ktx)))
     for rule in RULES if args.stock_rules else ():
-        say(f"{name}: {rule}, simulated ...")
-        rows.append(session.simulated(rule))
+        rows.append(timed(f"{name}: {rule}, simulated", partial(session.simulated, rule)))
     report(name, rows, reference)
     document = {**rows[0], "stock": reference, **({"rows": rows} if len(rows) > 1 else {})}
     if args.save:
