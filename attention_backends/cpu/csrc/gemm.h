@@ -51,8 +51,8 @@ static inline void multiply_block(const float* a, int64_t lda, const float* b, i
 // C[rows][columns] = A B + init (by row), or with ADD, C * init + A B. `rows` a multiple of kRows, `columns` of W; A is
 // row-major with `lda` words a row; consecutive strips of B are `strip_words` apart.
 template <class Mac, bool ADD>
-static void multiply(const float* a, int64_t lda, const float* b, int64_t strip_words, int k_words, float* c, int64_t ldc,
-                     int rows, int columns, const float* init) {
+static void multiply(const float* a, int64_t lda, const float* b, int64_t strip_words, int k_words, float* c,
+                     int64_t ldc, int rows, int columns, const float* init) {
   for (int first = 0; first < columns; first += kStrip, b += strip_words, c += kStrip)
     for (int i = 0; i < rows; i += kRows) {
       const float* ai = a + i * lda;

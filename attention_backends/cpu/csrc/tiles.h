@@ -1,8 +1,8 @@
 // Fills the key and value tiles of prefill from sealed pages, open pages and fresh rows, as the strips of words that
 // gemm.h multiplies: keys [d][token], values [token][d]. Sealed values stay rotated, as they are stored.
 //
-// Where a word holds two bf16 numbers, plain keys pair channels (2i, 2i + 1); sealed keys pair (0, 2) and (1, 3) of each
-// four, which is how a 16-bit lane of the packed planes holds them. Queries are packed to match.
+// Where a word holds two bf16 numbers, plain keys pair channels (2i, 2i + 1); sealed keys pair (0, 2) and (1, 3) of
+// each four, which is how a 16-bit lane of the packed planes holds them. Queries are packed to match.
 #pragma once
 #include "gemm.h"
 
@@ -29,7 +29,8 @@ struct Tiles {
 // f(Const<0>{}) .. f(Const<7>{}): the eight nibbles of a 32-bit lane as compile-time shifts.
 template <class F>
 KTX_INLINE void each_nibble(F f) {
-  f(Const<0>{}), f(Const<1>{}), f(Const<2>{}), f(Const<3>{}), f(Const<4>{}), f(Const<5>{}), f(Const<6>{}), f(Const<7>{});
+  f(Const<0>{}), f(Const<1>{}), f(Const<2>{}), f(Const<3>{});
+  f(Const<4>{}), f(Const<5>{}), f(Const<6>{}), f(Const<7>{});
 }
 
 // Scale and minimum of W codes: by channel or head broadcast, by token a vector (keys, whose lanes are tokens), and the
@@ -204,15 +205,16 @@ static void fill_values_as(const Layout& lay, const HeadPage& page, int token, i
   }
 }
 
-// Keys in bf16 would lose what a channel's offset hides of its range (a Qwen key bias of 300 leaves a step of 2), so they
-// are stored relative to the middle of the range in the tile's first page; the product with that middle is added in fp32.
-// Returns whether there is one: only scales by channel tell.
+// Keys in bf16 would lose what a channel's offset hides of its range (a Qwen key bias of 300 leaves a step of 2), so
+// they are stored relative to the middle of the range in the tile's first page; the product with that middle is added
+// in fp32. Returns whether there is one: only scales by channel tell.
 template <class Mac>
 static bool find_center(const Layout& lay, const HeadPage& page, const Tiles<Mac>& t) {
   if (Mac::kPack == 1) return false;
   const float half = float((1 << lay.k_bits) - 1) / 2;
   for (int c = 0; c < t.dim; c++) {
-    const float middle = lay.k_method == kPerChannel ? f16_to_f32(page.k_min[c]) + half * f16_to_f32(page.k_scale[c]) : 0;
+    float middle = 0;
+    if (lay.k_method == kPerChannel) middle = f16_to_f32(page.k_min[c]) + half * f16_to_f32(page.k_scale[c]);
     t.center[c] = bf16_to_f32(f32_to_bf16(middle));
   }
   return lay.k_method == kPerChannel;
@@ -277,7 +279,7 @@ KTX_INLINE void transpose8(const float* const rows[8], int from, float* to) {  /
 #endif
 }
 
-// `count` rows of keys, `stride` elements apart, to tile column `at`; columns up to the next multiple of 8 repeat the last.
+// `count` rows of keys, `stride` elements apart, to tile column `at`; up to the next multiple of 8 the last repeats.
 template <class Mac, int DT>
 static void fill_plain_keys(const void* keys, int64_t stride, int count, const Tiles<Mac>& t, int at) {
   float converted[8][512];
