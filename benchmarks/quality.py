@@ -136,7 +136,8 @@ def recall_workload(vocab: int, args: argparse.Namespace) -> Workload:
 def text_workload(tokenizer: Any, stop: list[int], args: argparse.Namespace) -> Workload:
     texts = [corpus.text(name) for name in args.text.split(",")]
     count = -(-args.tokens // args.context)
-    documents = [passage(tokenizer, texts[i % len(texts)], i / count, args.context) for i in range(count)]
+    # One token more than the context: the first is not predicted.
+    documents = [passage(tokenizer, texts[i % len(texts)], i / count, args.context + 1) for i in range(count)]
     return Workload(prompts_of(tokenizer, texts)[: args.prompts], args.new_tokens, stop, documents, [None] * count)
 
 
