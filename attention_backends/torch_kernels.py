@@ -15,7 +15,8 @@ import torch
 
 from vllm_ktx.kv_quant import KVCacheQuantizer, PageLayout
 
-from .reference import gather_context
+from .selection import ContextPages, SparseSettings, make_scorer
+from .sparse_pages import Sequence
 
 SCORE_ELEMENTS = 1 << 24  # float32 scores held at once (64 MiB)
 GROUP_TOKENS = 2048  # context tokens unpacked at a time
@@ -87,32 +88,68 @@ class TorchKernels:
         payload_slot: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         num_threads: int = 0,
+        headers: torch.Tensor | None = None,
+        sparse: SparseSettings | None = None,
+        dropped: torch.Tensor | None = None,
+        pages_read: torch.Tensor | None = None,
     ) -> None:
         """Causal attention of a mixed batch into `out` `[tokens, num_q_heads, D]`.
 
         `lse`: float32 `[tokens, num_q_heads]`. `num_threads` is accepted for the shared signature; torch's own applies.
+        `sparse`: read selected pages only, scored from `headers` uint8 `[num_blocks, header_bytes]`; then `dropped`
+        (float32) and `pages_read` (int32), `[tokens, num_kv_heads]`, receive what `sparse_pages.SparseResult` says.
         """
         bounds = cu_q.tolist()
         for row, length in enumerate(context.tolist()):
             begin, end = bounds[row], bounds[row + 1]
             if begin == end:
                 continue
-            state = _Softmax.empty(q[begin:end], layout.num_kv_heads, scale, softcap)
-            for first in range(0, length, _group_tokens(layout)):
-                tokens = min(_group_tokens(layout), length - first)
-                blocks = block_table[row, first // layout.page_size :]
-                keys, values = gather_context(layout, blocks, tokens, open_slot, payload, open_pages, payload_slot)
-                state.add(keys, values)
-            if k is not None and v is not None:
-                state.add_causal(k[begin:end].float(), v[begin:end].float())
-            result, log_sum = state.result()
-            out[begin:end] = result.to(out.dtype)
-            if lse is not None:
-                lse[begin:end] = log_sum
+            blocks = block_table[row, : -(-length // layout.page_size)].long()
+            memory = (open_slot, headers, payload, open_pages, payload_slot)
+            pages = ContextPages(layout, blocks, length, *memory, softcap, torch.float32)
+            own_k, own_v = (None if x is None else x[begin:end] for x in (k, v))
+            if sparse is None or not _chooses(sparse, pages, end - begin):
+                decisions = _dense(pages, q[begin:end], own_k, own_v, scale)
+            else:
+                decisions = _selected(Sequence(pages, q[begin:end], own_k, own_v, scale, sparse, make_scorer(sparse)))
+            for tokens, result, log_sum, unread, count in decisions:
+                at = slice(begin + tokens.start, begin + tokens.stop)
+                out[at] = result.to(out.dtype)
+                for target, value in ((lse, log_sum), (dropped, unread), (pages_read, count)):
+                    if target is not None:
+                        target[at] = value
 
 
-def _group_tokens(layout: PageLayout) -> int:
-    return max(1, GROUP_TOKENS // layout.page_size) * layout.page_size
+# Tokens of the row, their output and log-sum-exp, dropped mass and pages read (for each kv head).
+_Attended = tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _dense(
+    pages: ContextPages, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, scale: float
+) -> Iterator[_Attended]:
+    """Attention of a whole row over all its pages."""
+    layout = pages.layout
+    state = _Softmax.empty(q, layout.num_kv_heads, scale, pages.softcap)
+    for part in torch.arange(pages.num_pages).split(max(1, GROUP_TOKENS // layout.page_size)):
+        if len(part):
+            state.add(*pages.read(part))
+    if k is not None and v is not None:
+        state.add_causal(k.float(), v.float())
+    heads = torch.zeros(layout.num_kv_heads)
+    yield slice(0, len(q)), *state.result(), heads, (heads + pages.num_pages).int()
+
+
+def _selected(sequence: Sequence) -> Iterator[_Attended]:
+    """Attention of a row's tokens over the pages that they choose."""
+    for tokens, chosen, unread in sequence.decide():
+        count = torch.tensor([len(pages) for pages in chosen], dtype=torch.int32)
+        yield tokens, *sequence.attend(tokens, chosen), unread, count
+
+
+def _chooses(sparse: SparseSettings, pages: ContextPages, tokens: int) -> bool:
+    """Whether any of a row's tokens has pages to choose from: the last has the most."""
+    first, last = sparse.candidates(pages.context + tokens - 1, pages.context, pages.layout.page_size)
+    return last > first
 
 
 def _gather_pages(
