@@ -35,7 +35,16 @@ SELECTORS: dict[str, Callable[[], Selector]] = {
     "global_ratio": GlobalRatioSelector,
 }
 
-__all__ = ["SCORERS", "SELECTORS", "ContextPages", "Scorer", "Selector", "SparseSettings", "make_scorer"]
+__all__ = [
+    "SCORERS",
+    "SELECTORS",
+    "CascadeScorer",
+    "ContextPages",
+    "Scorer",
+    "Selector",
+    "SparseSettings",
+    "make_scorer",
+]
 
 
 def make_scorer(settings: SparseSettings) -> Scorer:

@@ -10,9 +10,11 @@ import torch
 from .codes import CodesScorer
 from .pages import VARIANCE_FACTOR, ContextPages, estimate_mass, rank, shares
 
-# Measured on SmolLM2 and the retrieval models, see docs/adding-a-scorer.md: below SPREAD[0] there is nothing to miss,
-# above EXPLAINED[1] headers rank as well as two-bit keys do.
-SPREAD = (1.0, 2.0)  # logits
+# Among random keys of one length, one that matches the query stands out by sqrt(D) times the spread, and weighs nothing
+# if that is less than ln(tokens): from a spread of about 1 on (D = 128, 128K tokens) such keys must be looked for, and
+# below half of that there are none. Headers that explain more than EXPLAINED[1] rank as well as two-bit keys do
+# (measured on SmolLM2; see docs/adding-a-scorer.md).
+SPREAD = (0.5, 1.0)  # logits
 EXPLAINED = (0.1, 0.4)
 ROUNDING = 1e-3  # 0.35 * 20 pages are 7, in any precision
 
@@ -32,6 +34,8 @@ class CascadeScorer:
     def __call__(self, q: torch.Tensor, context: ContextPages, pages: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         mean, deviation = context.moments(pages)
         log_mass, a, v = estimate_mass(q, mean, deviation, context.layout.page_size, context.softcap)
+        if not len(pages):
+            return log_mass
         count = torch.ceil(self.depth(a, v) * len(pages) - ROUNDING)
         place = torch.argsort(rank(shares(log_mass, base)[0]), -1)
         deep = place < count.unsqueeze(-1)  # [R, H, n]

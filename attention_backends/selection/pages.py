@@ -57,7 +57,7 @@ class ContextPages:
 
     def moments(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and standard deviation of the keys of whole `pages`, from their headers: `[n, kv_heads, D]` each."""
-        if self.headers is None or not self.layout.header_bytes:
+        if self.headers is None or not self.layout.header_bytes or not len(pages):
             return moments(self.keys(pages))
         rows = self.headers[self.blocks[pages], : self.layout.header_bytes]
         mean, deviation = KVCacheQuantizer(self.layout).read_header(rows.contiguous())
