@@ -24,7 +24,10 @@ FOLDERS = {
 CSRC = Path("attention_backends/cpu/csrc")
 
 # -ffast-math stays out: it would let the compiler assume away the NaN and infinity inputs whose result is defined.
-COMMON_FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
+COMMON_FLAGS = [
+    *("-O3", "-g0", "-std=c++17", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"),
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # GCC 12 warns of its own intrinsics
+]
 ISA_FLAGS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": [

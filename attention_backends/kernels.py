@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from ..kv_quant import PageLayout
+from .selection import SparseSettings
 
 logger = logging.getLogger("vllm.ktx")
 
@@ -16,7 +17,8 @@ logger = logging.getLogger("vllm.ktx")
 class Kernels(Protocol):
     """What a set of kernels must do; the contracts stand in `cpu/native.py`."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def seal(
         self,
@@ -61,10 +63,14 @@ class Kernels(Protocol):
         payload_slot: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         num_threads: int = 0,
+        headers: torch.Tensor | None = None,
+        sparse: SparseSettings | None = None,
+        dropped: torch.Tensor | None = None,
+        pages_read: torch.Tensor | None = None,
     ) -> None: ...
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def select_kernels(choice: str) -> Kernels:
     """`choice`: `auto`, `native` or `torch`. Raises RuntimeError if `native` was asked for and is not there."""
     if choice != "torch":

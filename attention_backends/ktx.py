@@ -10,6 +10,7 @@ The only upward import is `vllm_ktx`'s settings and counters; kernels and page f
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,7 +34,9 @@ from ..metrics import STATS
 from ..offload import OpenPages, StepPlan
 from ..plan import log_memory_plan
 from ..plugin import ktx_config
+from .audit import Audit
 from .kernels import Kernels, select_kernels
+from .selection import SparseSettings
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class _Seen:
 
 
 _seen: _Seen | None = None
+AUDITED_LAYERS = 4  # an audited step recomputes every fourth layer, another one each time
 
 
 class KTXBackend(AttentionBackend):
@@ -113,7 +117,8 @@ def page_layout(spec: AttentionSpec, fmt: KVFormat, model_dtype: torch.dtype) ->
 class KTXMetadata(AttentionMetadata):
     """One step of one KV cache group; the same for all its layers. int32 tensors unless said otherwise.
 
-    `cu_q` `[rows + 1]`, `context` `[rows]`, `block_table` `[rows, max_pages]`, `open_slot` `[num_blocks]`.
+    `cu_q` `[rows + 1]`, `context` `[rows]`, `block_table` `[rows, max_pages]`, `open_slot` `[num_blocks]`. `sparse`: None
+    too where no row of the step is long enough to leave a page out; `context_pages` `[tokens]` (int64) is then empty.
     """
 
     num_tokens: int
@@ -123,6 +128,9 @@ class KTXMetadata(AttentionMetadata):
     open_slot: torch.Tensor
     open_capacity: int
     layout: PageLayout
+    sparse: SparseSettings | None
+    context_pages: torch.Tensor
+    audit: bool
     evict: list[tuple[int, int, int]]
     reopen: list[tuple[int, int]]
     append: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
@@ -142,9 +150,11 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         config = ktx_config(vllm_config)
         fmt = config.kv_format(vllm_config.cache_config.cache_dtype)
         self.layout = page_layout(kv_cache_spec, fmt, vllm_config.model_config.dtype)
+        self.sparse = config.sparse_settings(fmt, self.layout.page_size)
+        self.audit = Audit(config.audit_rate)
         self._open_pages: OpenPages | None = None
         STATS.publish()
-        log_memory_plan(vllm_config, self.layout, len(layer_names), self._capacity(1 << 30))
+        log_memory_plan(vllm_config, self.layout, len(layer_names), self._capacity(1 << 30), self.sparse)
 
     def _capacity(self, num_blocks: int) -> int:
         scheduler = self.vllm_config.scheduler_config
@@ -184,8 +194,19 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
             open_slot=torch.from_numpy(pages.slot_of),
             open_capacity=pages.capacity,
             layout=self.layout,
+            **self._sparse_step(cu_q, context),
             **_plan_tensors(plan),
         )
+
+    def _sparse_step(self, cu_q: torch.Tensor, context: torch.Tensor) -> dict[str, Any]:
+        """The step's share of sparse attention: none where every row reads all its pages anyway."""
+        sparse, size = self.sparse, self.layout.page_size
+        longest = int((context + cu_q.diff()).max()) if len(context) else 0
+        first, last = (0, 0) if sparse is None else sparse.candidates(longest, longest, size)
+        if first == last:
+            return {"sparse": None, "context_pages": torch.empty(0, dtype=torch.int64), "audit": False}
+        pages = torch.repeat_interleave(-(-context.long() // size), cu_q.diff().long())
+        return {"sparse": sparse, "context_pages": pages, "audit": self.audit.due()}
 
 
 def _plan_tensors(plan: StepPlan) -> dict[str, Any]:
@@ -231,6 +252,7 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         self.softcap = float(logits_soft_cap or 0.0)
         vllm_config = get_current_vllm_config()
         config = ktx_config(vllm_config)
+        self.dense_layers = config.dense_layers
         _seen = _Seen(config.kv_format(vllm_config.cache_config.cache_dtype), vllm_config.model_config.dtype)
         self.kernels: Kernels = select_kernels(config.kernels)
         self._memory: _LayerMemory | None = None
@@ -256,23 +278,34 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         if key.stride() != value.stride():  # the kernels take one set of strides for both
             key, value = key.contiguous(), value.contiguous()
         memory.apply(self.kernels, meta, key, value)
-        self.kernels.attention(
-            meta.layout,
-            query,
-            key,
-            value,
-            output.view(-1, self.num_heads, self.head_size)[:tokens],
-            meta.cu_q,
-            meta.context,
-            meta.block_table,
-            meta.open_slot,
-            memory.payload,
-            memory.open_pages,
-            self.scale,
-            softcap=self.softcap,
-        )
+        out = output.view(-1, self.num_heads, self.head_size)[:tokens]
+        where = (meta.cu_q, meta.context, meta.block_table, meta.open_slot, memory.payload, memory.open_pages)
+
+        def attend(to: torch.Tensor, **more: Any) -> None:
+            self.kernels.attention(meta.layout, query, key, value, to, *where, self.scale, softcap=self.softcap, **more)
+
+        index = layer_index(layer.layer_name)
+        if meta.sparse is None or index < self.dense_layers:
+            attend(out)
+        else:
+            self._attend_sparse(attend, out, memory, meta, index)
         STATS.attention_calls += 1
         return output
+
+    def _attend_sparse(
+        self, attend: Any, out: torch.Tensor, memory: _LayerMemory, meta: KTXMetadata, index: int
+    ) -> None:
+        """Attends the selected pages into `out`, and accounts for what was left out."""
+        shape = (meta.num_tokens, self.num_kv_heads)
+        dropped, pages_read = torch.empty(shape), torch.empty(shape, dtype=torch.int32)
+        audited = meta.audit and index % AUDITED_LAYERS == STATS.steps % AUDITED_LAYERS
+        lse = torch.empty(meta.num_tokens, self.num_heads) if audited else None
+        attend(out, lse=lse, headers=memory.headers, sparse=meta.sparse, dropped=dropped, pages_read=pages_read)
+        STATS.record_sparse(index, dropped, pages_read, meta.context_pages)
+        if lse is not None:
+            dense, dense_lse = torch.empty_like(out), torch.empty_like(lse)
+            attend(dense, lse=dense_lse)
+            STATS.record_audit(out, lse, dense, dense_lse, dropped)
 
     def _bind(self, kv_cache: torch.Tensor, meta: KTXMetadata) -> _LayerMemory:
         memory = self._memory
@@ -284,6 +317,13 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
 def _seen_dtype() -> torch.dtype:
     assert _seen is not None
     return _seen.model_dtype
+
+
+@functools.cache
+def layer_index(name: str) -> int:
+    """The number of a layer from its name (`model.layers.7.self_attn.attn` -> 7)."""
+    numbers = [part for part in name.split(".") if part.isdigit()]
+    return int(numbers[0]) if numbers else 0
 
 
 def _refuse(

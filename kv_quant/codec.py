@@ -152,7 +152,9 @@ class KVCacheQuantizer:
     def _put(self, payload: torch.Tensor, name: str, data: torch.Tensor) -> None:
         section = self.layout.sections[name]
         size = section.head_bytes * self.layout.num_kv_heads
-        payload[:, section.offset : section.offset + size] = data.reshape(len(payload), -1).contiguous().view(torch.uint8)
+        payload[:, section.offset : section.offset + size] = (
+            data.reshape(len(payload), -1).contiguous().view(torch.uint8)
+        )
 
     def _get(self, payload: torch.Tensor, name: str) -> torch.Tensor:
         section = self.layout.sections[name]

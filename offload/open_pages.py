@@ -72,7 +72,9 @@ class _Draft:
             return np.array(items, dtype=np.int32).reshape(len(items), width)
 
         append = np.concatenate(self.append) if self.append else np.zeros((0, 3), np.int32)
-        return StepPlan(rows(self.evict, 3), rows(self.reopen, 2), append, rows(self.seal_fresh, 2), rows(self.seal_open, 2))
+        return StepPlan(
+            rows(self.evict, 3), rows(self.reopen, 2), append, rows(self.seal_fresh, 2), rows(self.seal_open, 2)
+        )
 
 
 class OpenPages:
@@ -201,7 +203,9 @@ class OpenPages:
                 continue
             slot = self._open(draft, block, low - page * size)
             offsets = np.arange(low - page * size, high - page * size, dtype=np.int32)
-            draft.append.append(np.stack((first_token + offsets - offsets[0], np.full_like(offsets, slot), offsets), axis=1))
+            draft.append.append(
+                np.stack((first_token + offsets - offsets[0], np.full_like(offsets, slot), offsets), axis=1)
+            )
             self.fill[slot], self.dirty[slot], self.sealed_fill[block] = high - page * size, True, 0
             if sealable:
                 self._seal_open(draft, slot, block)
@@ -234,7 +238,9 @@ class OpenPages:
             self.slot_of[block], self.block_of[slot] = slot, block
             if offset > 0:
                 if self.sealed_fill[block] < offset:
-                    raise PageLost(f"block {block}: {offset} tokens were expected, {self.sealed_fill[block]} are stored")
+                    raise PageLost(
+                        f"block {block}: {offset} tokens were expected, {self.sealed_fill[block]} are stored"
+                    )
                 draft.reopen.append((slot, block))
                 self.stats.reopened += 1
         elif offset > 0 and self.fill[slot] < offset:

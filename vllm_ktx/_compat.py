@@ -95,7 +95,9 @@ def _wrap_cpu_backend_choice(platform: Any) -> None:
     original = platform.get_attn_backend_cls
 
     @functools.wraps(original)
-    def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+    def get_attn_backend_cls(
+        cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
         if selected_backend is None or selected_backend.name != BACKEND_NAME:
             return original(selected_backend, attn_selector_config, num_heads)
         backend = selected_backend.get_class()

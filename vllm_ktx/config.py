@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .attention_backends.selection import SparseSettings
 from .kv_quant import PRESETS, SCALE_METHODS, KVFormat, parse_format
 
 # What vLLM's own names of a per-token quantized cache stand for when KTX serves them.
@@ -29,6 +30,11 @@ class KtxConfig:
     rotate_values: Hadamard rotation of values before quantization; unset: the format's own.
     residual_pages: newest sealed pages of a running sequence also kept in the model's dtype; unset: the format's own.
     kernels: `auto` (native where it was built), `native` (or fail), `torch` (slow; for comparison).
+    attention: `sparse` or `dense`; unset: sparse, except for format `none`, whose pages have no headers to rank.
+    window, sinks, scoring, select, coverage, top_k, global_ratio, min_pages, max_pages, share: which pages a query reads,
+        see `SparseSettings`; unset: its defaults, scoring by headers alone where keys have no scales per channel.
+    dense_layers: the first layers that read all pages whatever the context.
+    audit_rate: share of steps that one layer recomputes densely, to measure what sparsity dropped; 0: none.
     """
 
     format: str | None = None
@@ -37,6 +43,19 @@ class KtxConfig:
     rotate_values: bool | None = None
     residual_pages: int | None = None
     kernels: str = "auto"
+    attention: str | None = None
+    window: int | None = None
+    sinks: int | None = None
+    scoring: str | None = None
+    select: str | None = None
+    coverage: float | None = None
+    top_k: int | None = None
+    global_ratio: float | None = None
+    min_pages: int | None = None
+    max_pages: int | None = None
+    share: float | None = None
+    dense_layers: int = 0
+    audit_rate: float = 0.0
 
     def __post_init__(self) -> None:
         _choice("format", self.format, (*PRESETS, None))
@@ -48,6 +67,12 @@ class KtxConfig:
         pages = self.residual_pages
         if pages is not None and (isinstance(pages, bool) or not isinstance(pages, int) or not 0 <= pages <= 16):
             raise ValueError(f"ktx.residual_pages={pages!r}: use a whole number from 0 to 16")
+        _choice("attention", self.attention, ("sparse", "dense", None))
+        if isinstance(self.dense_layers, bool) or not isinstance(self.dense_layers, int) or self.dense_layers < 0:
+            raise ValueError(f"ktx.dense_layers={self.dense_layers!r}: use a whole number, 0 or more")
+        rate = self.audit_rate
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1:
+            raise ValueError(f"ktx.audit_rate={rate!r}: use a number from 0 to 1")
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any] | None) -> KtxConfig:
@@ -59,7 +84,9 @@ class KtxConfig:
         known = [f.name for f in dataclasses.fields(cls)]
         for key in settings:
             if key not in known:
-                raise ValueError(f"ktx.{key} is not a setting of KTX{_did_you_mean(key, known)} (known: {', '.join(known)})")
+                raise ValueError(
+                    f"ktx.{key} is not a setting of KTX{_did_you_mean(key, known)} (known: {', '.join(known)})"
+                )
         return cls(**settings)
 
     def kv_format(self, cache_dtype: str = "auto") -> KVFormat:
@@ -76,6 +103,35 @@ class KtxConfig:
             v_rotate=self.rotate_values,
             residual_pages=self.residual_pages,
         )
+
+    def sparse_settings(self, fmt: KVFormat, page_size: int) -> SparseSettings | None:
+        """Which pages a query reads; None: all. Raises ValueError, naming the fix, for what can't go together."""
+        given = {name: getattr(self, name) for name in _SPARSE_FIELDS if getattr(self, name) is not None}
+        if self.attention == "dense" or (self.attention is None and not fmt.quantized):
+            if given:
+                raise ValueError(
+                    f"ktx.{next(iter(given))} is a setting of sparse attention, and attention is dense here "
+                    f"(ktx.attention={self.attention!r}, ktx.format={fmt.name!r}): leave it out, or choose a quantized "
+                    "format and ktx.attention='sparse'"
+                )
+            return None
+        if not fmt.quantized:
+            raise ValueError("ktx.attention='sparse' needs page headers: choose a quantized ktx.format, not 'none'")
+        if fmt.k_method != "per_channel":
+            if given.setdefault("scoring", "header") != "header":
+                raise ValueError(
+                    f"ktx.scoring={self.scoring!r} reads key codes by channel, and ktx.key_scale is {fmt.k_method!r}: "
+                    "use ktx.scoring='header' or ktx.key_scale='per_channel'"
+                )
+        for name in ("top_k", "global_ratio"):
+            if name in given:
+                given.setdefault("select", name)
+        settings = SparseSettings(**given)
+        settings.check_page_size(page_size)
+        return settings
+
+
+_SPARSE_FIELDS = tuple(f.name for f in dataclasses.fields(SparseSettings))
 
 
 def _choice(name: str, value: Any, choices: tuple) -> None:

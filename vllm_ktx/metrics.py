@@ -24,7 +24,16 @@ _HELP = {
     "evicted_clean": "Open copies of sealed pages dropped for room",
     "evicted_partial": "Open pages quantized before they were full, for room",
     "reopened": "Sealed pages brought back to the model dtype to be appended to",
+    "sparse_rows": "Rows (token, layer, kv head) that read a selection of their pages",
+    "sparse_pages_read": "Pages that those rows read",
+    "sparse_pages_context": "Pages that those rows could have read",
+    "dropped_mass": "Estimated share of softmax mass that those rows left unread, summed",
+    "audited_rows": "Rows (token, layer, query head) recomputed densely",
+    "audited_recall": "True share of softmax mass that those rows had read, summed",
+    "audited_claim": "The share that the estimate had claimed for them, summed",
+    "audited_error": "Relative error of those rows' outputs, summed",
 }
+_BY_LAYER = ("sparse_rows", "dropped_mass")
 
 
 @dataclass
@@ -42,8 +51,17 @@ class KtxStats:
     evicted_clean: int = 0
     evicted_partial: int = 0
     reopened: int = 0
+    sparse_rows: int = 0
+    sparse_pages_read: int = 0
+    sparse_pages_context: int = 0
+    dropped_mass: float = 0.0
+    audited_rows: int = 0
+    audited_recall: float = 0.0
+    audited_claim: float = 0.0
+    audited_error: float = 0.0
+    by_layer: dict[int, list[float]] = field(default_factory=dict, repr=False)  # rows, dropped mass
     _prometheus: dict[str, Any] = field(default_factory=dict, repr=False)
-    _published: dict[str, int] = field(default_factory=dict, repr=False)
+    _published: dict[str, float] = field(default_factory=dict, repr=False)
 
     def record_step(self, cu_q: np.ndarray, context: np.ndarray, pages: Any) -> None:
         """Adds one step: `cu_q` `[rows + 1]`, `context` `[rows]`, and what the page map counted in it (`OpenPageStats`)."""
@@ -57,7 +75,30 @@ class KtxStats:
             setattr(self, f.name, getattr(self, f.name) + getattr(pages, f.name))
         self._export()
 
-    def snapshot(self) -> dict[str, int]:
+    def record_sparse(self, layer: int, dropped: Any, pages_read: Any, context_pages: Any) -> None:
+        """One layer of a step: `dropped`, `pages_read` `[tokens, kv_heads]`, `context_pages` `[tokens]`, tensors."""
+        chosen = pages_read < context_pages.unsqueeze(-1)
+        rows = int(chosen.sum())
+        if not rows:
+            return
+        lost = float((dropped * chosen).sum())
+        self.sparse_rows += rows
+        self.sparse_pages_read += int((pages_read * chosen).sum())
+        self.sparse_pages_context += int((context_pages.unsqueeze(-1) * chosen).sum())
+        self.dropped_mass += lost
+        of_layer = self.by_layer.setdefault(layer, [0.0, 0.0])
+        of_layer[0] += rows
+        of_layer[1] += lost
+
+    def record_audit(self, out: Any, lse: Any, dense: Any, dense_lse: Any, dropped: Any) -> None:
+        """A recomputed layer: outputs `[tokens, heads, D]`, log-sum-exps `[tokens, heads]`, `dropped` `[tokens, kv_heads]`."""
+        difference = (out.float() - dense.float()).norm(dim=-1) / dense.float().norm(dim=-1).clamp(min=1e-20)
+        self.audited_rows += lse.numel()
+        self.audited_recall += float((lse - dense_lse).clamp(max=0).exp().sum())
+        self.audited_claim += float((1 - dropped).sum()) * (lse.shape[1] // dropped.shape[1])
+        self.audited_error += float(difference.sum())
+
+    def snapshot(self) -> dict[str, Any]:
         """The counters by name."""
         return {name: getattr(self, name) for name in _HELP}
 
@@ -69,19 +110,27 @@ class KtxStats:
             from prometheus_client import Counter
         except ImportError:
             return
-        self._prometheus = {name: Counter(f"vllm_ktx:{name}", text) for name, text in _HELP.items()}
+        for name, text in _HELP.items():
+            self._prometheus[name] = Counter(f"vllm_ktx:{name}", text, ["layer"] if name in _BY_LAYER else [])
 
     def _export(self) -> None:
         for name, counter in self._prometheus.items():
-            now = getattr(self, name)
-            if now > self._published.get(name, 0):
-                counter.inc(now - self._published.get(name, 0))
-                self._published[name] = now
+            if name in _BY_LAYER:
+                for layer, values in self.by_layer.items():
+                    self._raise(f"{name}/{layer}", counter.labels(layer), values[_BY_LAYER.index(name)])
+            else:
+                self._raise(name, counter, getattr(self, name))
+
+    def _raise(self, key: str, counter: Any, now: float) -> None:
+        before = self._published.get(key, 0)
+        if now > before:
+            counter.inc(now - before)
+            self._published[key] = now
 
 
 STATS = KtxStats()
 
 
-def snapshot(worker: Any = None) -> dict[str, int]:
+def snapshot(worker: Any = None) -> dict[str, Any]:
     """This process's counters; also callable through `LLM.collective_rpc(snapshot)`."""
     return STATS.snapshot()

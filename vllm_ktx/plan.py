@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from .attention_backends.selection import SparseSettings
 from .kv_quant import PageLayout
 
 logger = logging.getLogger("vllm.ktx")
@@ -15,7 +16,12 @@ def gib(value: float) -> str:
 
 
 def memory_plan(
-    layout: PageLayout, num_layers: int, num_blocks: int | None, open_capacity: int, max_model_len: int
+    layout: PageLayout,
+    num_layers: int,
+    num_blocks: int | None,
+    open_capacity: int,
+    max_model_len: int,
+    sparse: SparseSettings | None = None,
 ) -> list[tuple[str, str]]:
     """Rows (what, value) of the plan. `num_blocks`: None while vLLM has not decided it."""
     fmt = layout.fmt
@@ -27,15 +33,28 @@ def memory_plan(
         ("page", f"{layout.page_size} tokens, {layout.page_bytes:,} B a layer (header {layout.header_bytes:,} B)"),
         ("bytes a token", f"{token:,.0f} of {dense:,.0f} in the model dtype ({dense / token:.2f}x)"),
         ("one sequence of max_model_len", f"{max_model_len:,} tokens, {gib(token * max_model_len)}"),
-        ("open pages", f"up to {open_capacity:,} x {open_page:,} B = {gib(open_capacity * open_page)}, touched as used"),
+        (
+            "open pages",
+            f"up to {open_capacity:,} x {open_page:,} B = {gib(open_capacity * open_page)}, touched as used",
+        ),
     ]
+    if sparse is None:
+        rows.append(("attention", "dense: every page is read"))
+    else:
+        limit = {"coverage": f"coverage {sparse.coverage}, {sparse.min_pages} to {sparse.max_pages} pages"}
+        chosen = limit.get(sparse.select) or f"{sparse.top_k or sparse.global_ratio} ({sparse.select})"
+        rows.append(
+            ("attention", f"sparse: sinks {sparse.sinks}, window {sparse.window}, then by {sparse.scoring}: {chosen}")
+        )
     if num_blocks:
         cached = f"{num_blocks:,} pages, {num_blocks * layout.page_size:,} tokens"
         rows.insert(3, ("device", f"{cached}, {gib(num_blocks * layout.page_bytes * num_layers)}"))
     return rows
 
 
-def log_memory_plan(vllm_config: Any, layout: PageLayout, num_layers: int, open_capacity: int) -> None:
+def log_memory_plan(
+    vllm_config: Any, layout: PageLayout, num_layers: int, open_capacity: int, sparse: SparseSettings | None
+) -> None:
     """Logs the effective settings and the plan, one aligned row each."""
     rows = memory_plan(
         layout,
@@ -43,6 +62,7 @@ def log_memory_plan(vllm_config: Any, layout: PageLayout, num_layers: int, open_
         vllm_config.cache_config.num_gpu_blocks,
         open_capacity,
         vllm_config.model_config.max_model_len,
+        sparse,
     )
     width = max(len(name) for name, _ in rows)
     logger.info("KTX memory plan:\n%s", "\n".join(f"  {name:<{width}}  {value}" for name, value in rows))

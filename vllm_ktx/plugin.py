@@ -36,9 +36,10 @@ def check_config(vllm_config: Any) -> None:
     """Raises ValueError, naming setting, value and fix, for an engine configuration that KTX can't serve."""
     cache = vllm_config.cache_config
     config = ktx_config(vllm_config)
-    config.kv_format(cache.cache_dtype)
+    fmt = config.kv_format(cache.cache_dtype)
     if cache.user_specified_block_size and cache.block_size % 32:
         raise ValueError(f"--block-size {cache.block_size}: KTX needs a multiple of 32 (default {DEFAULT_PAGE_SIZE})")
+    config.sparse_settings(fmt, cache.block_size if cache.user_specified_block_size else DEFAULT_PAGE_SIZE)
     reasons = unsupported(vllm_config)
     if reasons:
         raise ValueError(f"Attention backend KTX can't serve this model: {'; '.join(reasons)}.")
@@ -61,7 +62,9 @@ def unsupported(vllm_config: Any) -> list[str]:
             f"speculative method {speculative.method!r} keeps a draft KV cache: use one of {', '.join(_SPECULATIVE_METHODS)}"
         )
     if vllm_config.parallel_config.decode_context_parallel_size > 1:
-        reasons.append("decode context parallelism splits a sequence's pages over ranks: use --decode-context-parallel-size 1")
+        reasons.append(
+            "decode context parallelism splits a sequence's pages over ranks: use --decode-context-parallel-size 1"
+        )
     return reasons
 
 

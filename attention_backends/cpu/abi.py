@@ -12,7 +12,7 @@ import torch
 
 from vllm_ktx.kv_quant.layout import PageLayout
 
-VERSION = 1
+VERSION = 2
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 METHODS = {"per_channel": 0, "per_token": 1, "per_head": 2}
 
@@ -55,6 +55,19 @@ class AppendArgs(Structure):
     ]
 
 
+class SparseArgs(Structure):
+    _fields_ = [
+        ("headers", c_void_p),
+        ("header_stride", c_int64),
+        *((name, c_int32) for name in ("window", "sink_pages", "scoring", "select", "min_pages", "max_pages")),
+        *((name, c_float) for name in ("coverage", "ratio", "share")),
+        *((name, c_float) for name in ("spread_low", "spread_high", "explained_low", "explained_high")),
+        ("reserved", c_int32),
+        *((name, c_void_p) for name in ("dropped", "pages_read", "chosen")),
+        ("chosen_stride", c_int64),
+    ]
+
+
 class AttentionArgs(Structure):
     _fields_ = [
         ("layout", POINTER(Layout)),
@@ -66,10 +79,11 @@ class AttentionArgs(Structure):
         *((name, c_int64) for name in ("payload_stride", "open_stride")),
         *((name, c_float) for name in ("scale", "softcap")),
         *((name, c_int32) for name in ("num_threads", "reserved")),
+        ("sparse", POINTER(SparseArgs)),
     ]
 
 
-SIZES = (Layout, SealArgs, AppendArgs, AttentionArgs)
+SIZES = (Layout, SealArgs, AppendArgs, AttentionArgs, SparseArgs)
 
 
 @lru_cache(maxsize=64)

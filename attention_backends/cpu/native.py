@@ -15,6 +15,9 @@ from pathlib import Path
 
 import torch
 
+from vllm_ktx.attention_backends.selection import SparseSettings
+from vllm_ktx.attention_backends.selection.cascade import EXPLAINED, SPREAD
+from vllm_ktx.attention_backends.selection.settings import SCORINGS
 from vllm_ktx.kv_quant.layout import PageLayout
 
 from . import abi
@@ -215,6 +218,11 @@ class CpuKernels:
         payload_slot: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         num_threads: int = 0,
+        headers: torch.Tensor | None = None,
+        sparse: SparseSettings | None = None,
+        dropped: torch.Tensor | None = None,
+        pages_read: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
     ) -> None:
         """Causal attention of a mixed batch into `out`.
 
@@ -226,6 +234,12 @@ class CpuKernels:
         `block_table` [rows, any], `open_slot` [num_blocks] (-1: read the payload), `payload_slot` [num_blocks] (None:
         the block): int32. `payload` uint8 [num_slots, payload_bytes]. `lse` float32 [tokens, num_q_heads]: natural
         log-sum-exp; -inf, with an output of zeros, where there was nothing to attend.
+
+        `sparse`: which pages each query reads (None: all), by `headers` uint8 [num_blocks, header_bytes]. `dropped`
+        float32 and `pages_read` int32, both [tokens, num_kv_heads], contiguous: the estimated share of softmax mass that
+        was not read, and the context pages that were. `chosen` int32 [tokens, num_kv_heads, any], contiguous: the
+        selected ones beside window and sinks, ascending, -1 behind the last; 64 queries of a prefill block share their
+        list, which only the first of them gets.
         """
         native = self._check_layout(layout)
         heads, dim = q.shape[1], layout.head_dim
@@ -249,10 +263,37 @@ class CpuKernels:
             open_pages.data_ptr(), payload.stride(0), open_pages.stride(0) * open_pages.element_size(), scale, softcap,
             num_threads,
         )  # fmt: skip
+        if sparse is not None:
+            args.sparse = pointer(self._sparse_args(layout, sparse, headers, dropped, pages_read, chosen))
         if code := self._library.ktx_attention(byref(args)):
             raise RuntimeError(f"ktx_attention returned {code} for {layout}")
 
-    def _check_layout(self, layout: PageLayout) -> ctypes._Pointer:  # type: ignore[type-arg]
+    def _sparse_args(
+        self,
+        layout: PageLayout,
+        sparse: SparseSettings,
+        headers: torch.Tensor | None,
+        dropped: torch.Tensor | None,
+        pages_read: torch.Tensor | None,
+        chosen: torch.Tensor | None,
+    ) -> abi.SparseArgs:
+        if headers is None or not layout.fmt.quantized:
+            raise ValueError("sparse attention needs headers, which only a quantized format has")
+        sparse.check_page_size(layout.page_size)
+        if sparse.scoring != "header" and layout.fmt.k_method != "per_channel":
+            raise ValueError(f"scoring {sparse.scoring!r} reads codes by channel: with key_scale={layout.fmt.k_method!r} "
+                             "use scoring 'header'")  # fmt: skip
+        _check_bytes("headers", headers, layout.header_bytes)
+        _check_indices(torch.float32, dropped=dropped)
+        _check_indices(torch.int32, pages_read=pages_read, chosen=chosen)
+        return abi.SparseArgs(
+            headers.data_ptr(), headers.stride(0), sparse.window, sparse.sink_pages(layout.page_size),
+            SCORINGS.index(sparse.scoring), int(sparse.select != "coverage"), sparse.min_pages, sparse.top_k or sparse.cap,
+            sparse.coverage, sparse.global_ratio or 0.0, sparse.share, *SPREAD, *EXPLAINED, 0, _ptr(dropped),
+            _ptr(pages_read), _ptr(chosen), 0 if chosen is None else chosen.shape[-1],
+        )  # fmt: skip
+
+    def _check_layout(self, layout: PageLayout) -> ctypes._Pointer:
         _need(layout.page_size <= MAX_PAGE_SIZE, "page size (vLLM's --block-size)", layout.page_size,
               f"at most {MAX_PAGE_SIZE} for the CPU kernels")  # fmt: skip
         return pointer(abi.layout_struct(layout))

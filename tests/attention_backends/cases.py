@@ -20,6 +20,7 @@ def make_format(k_bits=4, v_bits=4, k_method="per_channel", v_method="per_token"
 class Batch:
     layout: PageLayout
     inputs: dict
+    headers: torch.Tensor  # for sparse attention
 
     def run(self, kernels, num_threads=0, **changes):
         """The kernels' output and log-sum-exp."""
@@ -66,12 +67,13 @@ def make_batch(
     extra_open=1,
     seal_tail=False,
     offset=2.0,
+    page_spread=0.0,
     seed=0,
 ) -> Batch:
     """`rows`: (fresh tokens, context) of each sequence.
 
     Of every row the partial page and `extra_open` full ones before it are open (`seal_tail`: none is); garbage (NaN)
-    lies behind the context's end in open pages.
+    lies behind the context's end in open pages. `page_spread`: how far the mean keys of pages lie apart.
     """
     gen = torch.Generator().manual_seed(seed)
 
@@ -87,6 +89,8 @@ def make_batch(
     open_slot = torch.full((num_blocks,), -1, dtype=torch.int32)
     shift = offset * normal(kv_heads, 1, dim)
     keys = (normal(num_blocks, kv_heads, page_size, dim) + shift).to(dtype)
+    if page_spread:
+        keys = (keys.float() + page_spread * normal(num_blocks, kv_heads, 1, dim)).to(dtype)
     values = normal(num_blocks, kv_heads, page_size, dim).to(dtype)
     opened = []
     for row, (_, context) in enumerate(rows):
@@ -105,7 +109,7 @@ def make_batch(
             open_pages[slot, :, :, context % page_size :] = float("nan")
     slots = torch.randperm(num_blocks + 2, generator=gen)[:num_blocks] if scattered_slots else torch.arange(num_blocks)
     payload = torch.zeros(num_blocks + 2, layout.payload_bytes + 64, dtype=torch.uint8)[:, : layout.payload_bytes]
-    payload[slots] = KVCacheQuantizer(layout).seal(keys, values)[1]
+    headers, payload[slots] = KVCacheQuantizer(layout).seal(keys, values)
     wide = normal(tokens, q_heads + 1, dim).to(dtype)  # rows with a gap between
     fresh_keys = (normal(tokens, kv_heads, dim) + shift.transpose(0, 1)).to(dtype)
     inputs = {
@@ -122,4 +126,4 @@ def make_batch(
         "scale": dim**-0.5,
         "softcap": softcap,
     }
-    return Batch(layout, inputs)
+    return Batch(layout, inputs, headers)

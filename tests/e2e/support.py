@@ -61,7 +61,10 @@ def prompt_logprobs(llm: LLM, ids: list[list[int]]) -> list[list[float]]:
     """The logprob of each prompt token but the first."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     outs = llm.generate([{"prompt_token_ids": x} for x in ids], params, use_tqdm=False)
-    return [[step[t].logprob for step, t in zip(o.prompt_logprobs[1:], x[1:], strict=True)] for o, x in zip(outs, ids, strict=True)]
+    return [
+        [step[t].logprob for step, t in zip(o.prompt_logprobs[1:], x[1:], strict=True)]
+        for o, x in zip(outs, ids, strict=True)
+    ]
 
 
 def prompts(*ids: list[int]) -> list[dict]:

@@ -57,7 +57,10 @@ OFFLINE = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len":
     ],
 )
 def test_bad_settings_fail_at_start_up(tmp_path, ktx, options, message):
-    with pytest.raises(Exception, match="(?s)" + message.replace("(", r"\(")), engine(tiny(tmp_path), ktx, **(OFFLINE | options)):
+    with (
+        pytest.raises(Exception, match="(?s)" + message.replace("(", r"\(")),
+        engine(tiny(tmp_path), ktx, **(OFFLINE | options)),
+    ):
         pass
 
 

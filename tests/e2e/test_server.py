@@ -85,7 +85,11 @@ def test_metrics_of_vllm_and_of_ktx(server):
     ask(server[0], "/v1/completions", {"prompt": "word " * 200, "max_tokens": 4})
     lines = ask(server[0], "/metrics").splitlines()
     assert any(line.startswith("vllm:prompt_tokens_total") for line in lines)
-    values = {line.split("{")[0].split(" ")[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm_ktx:")}
+    values = {
+        line.split("{")[0].split(" ")[0]: float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith("vllm_ktx:")
+    }
     assert values["vllm_ktx:attention_calls_total"] > 0
     assert values["vllm_ktx:sealed_total"] >= 3
 

@@ -14,6 +14,7 @@ VOCAB = 256
 
 def english(smollm2, tokens: int, skip: int = 0) -> list[int]:
     import pydoc_data.topics
+
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
@@ -151,10 +152,14 @@ def test_sharp_recall_at_8k_with_low_margins():
     """Margins small enough that a page read with wrong scales, or from a wrong place, changes an answer."""
     from benchmarks import models
 
-    model = models.constructed(models.Retrieval(head_dim=64, kv_heads=1, vocab=VOCAB, theta=1e12, pos_margin=12, match_margin=8))
+    model = models.constructed(
+        models.Retrieval(head_dim=64, kv_heads=1, vocab=VOCAB, theta=1e12, pos_margin=12, match_margin=8)
+    )
     recall = tasks.dense_recall(8000, VOCAB, queries=60, seed=5)
     with engine(model, {"format": "k8v8"}, max_model_len=8192, max_num_batched_tokens=1000) as llm:
-        outs = llm.generate(prompts(recall.ids), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1), use_tqdm=False)
+        outs = llm.generate(
+            prompts(recall.ids), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1), use_tqdm=False
+        )
     steps = outs[0].prompt_logprobs
     got = [max(steps[p + 1].items(), key=lambda kv: kv[1].logprob)[0] for p in recall.positions[:-1]]
     assert np.mean(np.array(got) == recall.answers[:-1]) == 1.0

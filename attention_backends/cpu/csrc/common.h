@@ -17,7 +17,8 @@ constexpr float kNegInf = -__builtin_inff();
 // Scratch of one thread: buffers that grow and stay. A slot has one owner, so a caller and its callee never share.
 enum WorkSlot {
   kTasks, kPartials, kDecodeQuery, kDecodeScores, kDecodeAcc, kDecodeMerge, kSeal,
-  kPrefill0, kPrefill1, kPrefill2, kPrefill3, kWorkSlots
+  kPrefill0, kPrefill1, kPrefill2, kPrefill3,
+  kSparseUnits, kSparseMemory, kSparseRanked, kSparseBlock, kSparseList, kWorkSlots
 };
 
 struct Workspace {

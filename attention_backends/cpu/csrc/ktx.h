@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #define KTX_API extern "C" __attribute__((visibility("default")))
-#define KTX_ABI_VERSION 1
+#define KTX_ABI_VERSION 2
 
 namespace ktx {
 
@@ -51,6 +51,26 @@ struct AppendArgs {
   int32_t num_threads, reserved;
 };
 
+enum Scoring : int32_t { kScoreHeader = 0, kScoreCascade = 1, kScoreCodes = 2 };
+enum Select : int32_t { kSelectCoverage = 0, kSelectCount = 1 };
+
+// Which pages a query reads: `attention_backends/selection/settings.py` says what each setting means. Keys must be sealed,
+// for scoring by codes with scales per channel.
+struct SparseArgs {
+  const uint8_t* headers;              // [num_blocks]
+  int64_t header_stride;               // bytes
+  int32_t window, sink_pages;          // tokens; pages
+  int32_t scoring, select;
+  int32_t min_pages, max_pages;        // kSelectCount: max_pages, or `ratio` of the context's pages if that isn't 0
+  float coverage, ratio, share;
+  float spread_low, spread_high, explained_low, explained_high;  // how `cascade` deepens
+  int32_t reserved;
+  float* dropped;                      // [tokens, num_kv_heads] estimated share of unread mass, or null
+  int32_t* pages_read;                 // [tokens, num_kv_heads], or null
+  int32_t* chosen;                     // [tokens, num_kv_heads, chosen_stride], or null: candidates taken, ascending, -1
+  int64_t chosen_stride;               // behind the last; a block of prefill queries fills its first token's row alone
+};
+
 // Causal attention of a mixed batch. Row r has queries cu_q[r] .. cu_q[r+1] (its fresh tokens, whose keys and values
 // are rows of k and v) behind context[r] older tokens in pages block_table[r][0 ..]. A page is read from the open
 // pages, in the model's dtype, if open_slot[block] >= 0, else from its payload.
@@ -68,6 +88,7 @@ struct AttentionArgs {
   int64_t payload_stride, open_stride; // bytes
   float scale, softcap;                // softcap 0: none
   int32_t num_threads, reserved;       // 0: OpenMP's default
+  const SparseArgs* sparse;            // null: dense
 };
 
 // One ISA's kernels. Each kernels_*.cpp defines the table of its own namespace.
@@ -81,7 +102,7 @@ struct Kernels {
 }  // namespace ktx
 
 KTX_API int32_t ktx_abi_version();
-KTX_API int64_t ktx_abi_size(int32_t which);           // sizeof: 0 Layout, 1 SealArgs, 2 AppendArgs, 3 AttentionArgs
+KTX_API int64_t ktx_abi_size(int32_t which);           // sizeof: 0 Layout, 1 SealArgs, 2 AppendArgs, 3 AttentionArgs, 4 SparseArgs
 KTX_API const char* ktx_isa();                         // "avx512", "avx2" or "portable", as dispatched
 KTX_API int32_t ktx_set_isa(const char* name);         // for tests: 0, or -1 if this CPU or build lacks it
 // All return 0, or a negative code for a shape the build cannot serve (Python checks first and raises by name).

@@ -1,10 +1,11 @@
-// Attention of many queries at once: a block of query tokens times the query heads of one kv head share each tile of keys
-// and values, which is dequantized once and multiplied by the micro-kernel of gemm.h, with an online softmax in between.
+// Attention of many queries at once: a block of query tokens times the query heads of one kv head share each tile of
+// keys and values, which is dequantized once and multiplied by gemm.h, with an online softmax in between.
 //
 // Order: sealed pages first, whose values are in rotated space; the accumulators are un-rotated once; then pages in the
 // model's dtype, then the fresh rows up to the diagonal. A query's result depends on its own row of the batch alone:
 // tiles start at fixed places whatever block of queries is at work, and hidden keys add exact zeros.
 #pragma once
+#include "blocks.h"
 #include "tiles.h"
 
 namespace KTX_NS {
@@ -12,7 +13,7 @@ namespace KTX_NS {
 constexpr int kPanel = 4 * kRows;  // rows whose scores stay in the first-level cache between the two products
 constexpr int kTileVectors = kTile / W;
 
-// 2^x for x <= 0 (at 2^-126 the scale ends); DEGREE 3: 1e-4 relative, enough before rounding to bf16; 5: 2e-7. NaN stays.
+// 2^x for x <= 0, at least 2^-126; NaN stays. DEGREE 3: 1e-4 relative, enough before rounding to bf16; 5: 2e-7.
 template <int DEGREE>
 KTX_INLINE vf exp2_below_one(vf x) {
   x = vmax(set1(-126.f), x);
@@ -92,8 +93,8 @@ struct Prefill {
     }
   }
 
-  // One row of scores over `limit` of the tile's `count` tokens -> weights, running peak and sum, and in keep[] what the
-  // sums so far are worth in terms of the new peak.
+  // One row of scores over `limit` of the tile's `count` tokens -> weights, running peak and sum, and in keep[] what
+  // the sums so far are worth in terms of the new peak.
   void softmax_row(int i, int panel_row, int count, int limit) {
     const float* from = scores + panel_row * kTile;
     const int vectors = (count + W - 1) / W;
@@ -195,7 +196,7 @@ struct Prefill {
     }
   }
 
-  // The second product for a diagonal tile with NaN or infinite values: 0 * NaN must not reach a row that doesn't see it.
+  // The second product for a diagonal tile with NaN or infinite values: 0 * NaN must not reach who doesn't see it.
   void add_visible(float* out, int r, int limit) {
     const float* weight = weights + r * (kTile / Mac::kPack);
     for (int d = 0; d < dim; d++) out[d] *= keep[r];
@@ -277,12 +278,14 @@ struct Prefill {
 
 // Queries q_begin .. q_end of a row (counted from the row's first) for one kv head.
 static void prefill_task(const AttentionArgs& a, int row, int kv_head, int q_begin, int q_end, Workspace& w) {
-  const int n = context_pages(a, row);
+  const int all_pages = context_pages(a, row);
+  int32_t* list = w.get<int32_t>(kSparseList, all_pages + 1);
+  const int n = block_pages(a, row, kv_head, q_begin, q_end, list, w);
   PageRef* pages = w.get<PageRef>(kPrefill3, n);
   int sealed = 0, all = 0;
   for (int pass = 0; pass < 2; pass++) {  // sealed, then plain
-    for (int p = 0; p < n; p++) {
-      const PageRef ref = page_at(a, row, p);
+    for (int i = 0; i < n; i++) {
+      const PageRef ref = page_at(a, row, list[i]);
       if ((ref.payload ? 0 : 1) == pass) pages[all++] = ref;
     }
     if (pass == 0) sealed = all;

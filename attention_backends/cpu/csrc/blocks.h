@@ -1,0 +1,226 @@
+// Page choice for a block of prefill queries: one list per kv head, from the headers, asked by a few mean queries a head.
+// What is read anyway (window, sinks, fresh tokens before the block) is weighed by the same estimate.
+#pragma once
+#include "select.h"
+
+namespace KTX_NS {
+
+constexpr int kMeanRows = 16;                    // query tokens averaged into one
+constexpr int kMeans = 64 / kMeanRows;           // mean queries of a block of 64
+constexpr int kFreshPage = 64;                   // fresh tokens weighed as one page
+
+struct BlockChoice {
+  const AttentionArgs& a;
+  const SparseArgs& s;
+  const Layout& lay;
+  const int row, kv_head, begin, end;
+  const int heads, group, dim;
+  int first = 0, count = 0, pages = 0;
+  int64_t stride = 0;
+  float *q = nullptr, *squares = nullptr;      // [kMeans] vectors
+  float *known = nullptr, *covered = nullptr;  // [group][kMeans]
+  Masses masses{};
+
+  BlockChoice(const AttentionArgs& args, int row_, int head, int from, int to)
+      : a(args), s(*args.sparse), lay(*args.layout), row(row_), kv_head(head), begin(from), end(to),
+        heads(lay.num_kv_heads), group(a.num_q_heads / heads), dim(lay.head_dim) {}
+
+  // Mean queries of head g, times the softmax scale, and their squares.
+  void load_means(int g) {
+    with_dtype(a.dtype, [&](auto dt) {
+      for (int m = 0; m < kMeans; m++) {
+        const int from = begin + m * kMeanRows, rows = kMeanRows;
+        for (int c = 0; c < dim; c += W) {
+          vf sum = zero();
+          for (int t = from; t < from + rows; t++)
+            sum = sum + load_as<dt.value>(a.q, (a.cu_q[row] + t) * a.q_token_stride + int64_t(kv_head * group + g) * dim + c);
+          const vf mean = sum * set1(a.scale / rows);
+          store(q + m * kQueryStride + c, mean);
+          store(squares + m * kQueryStride + c, mean * mean);
+        }
+      }
+    });
+  }
+
+  const uint8_t* header(int page) const {
+    const int block = a.block_table[int64_t(row) * a.table_stride + page];
+    return s.headers + int64_t(block) * s.header_stride + kv_head * lay.header_head_bytes;
+  }
+
+  static void join_mass(float* known, float mass) {
+    const float top = max_of(*known, mass);
+    if (top > kNegInf) *known = top + __builtin_logf(__builtin_expf(*known - top) + __builtin_expf(mass - top));
+  }
+
+  void add_header(int page, float* sums) const {
+    float mean[kMeans], variance[kMeans];
+    score_header<kMeans>(header(page), dim, q, squares, mean, variance);
+    for (int m = 0; m < kMeans; m++) add_mass(mean[m], variance[m], lay.page_size, sums + m);
+  }
+
+  static void add_mass(float mean, float variance, int tokens, float* known) {
+    alignas(64) float out[W];
+    store(out, header_mass(set1(mean), set1(variance), __builtin_logf(float(tokens))));
+    join_mass(known, out[0]);
+  }
+
+  // Keys `rows` of `stride` elements, weighed by their exact mean and deviation.
+  template <int DT>
+  void add_keys(const void* keys, int64_t offset, int64_t step, int tokens, float* sums) const {
+    float a_sum[kMeans] = {}, v_sum[kMeans] = {};
+    for (int c = 0; c < dim; c += W) {
+      vf sum = zero();
+      for (int t = 0; t < tokens; t++) sum = sum + load_as<DT>(keys, offset + t * step + c);
+      const vf mean = sum * set1(1.f / tokens);
+      vf squares_sum = zero();
+      for (int t = 0; t < tokens; t++) {
+        const vf x = load_as<DT>(keys, offset + t * step + c) - mean;
+        squares_sum = fmadd(x, x, squares_sum);
+      }
+      for (int m = 0; m < kMeans; m++) {
+        a_sum[m] += hsum(mean * load(q + m * kQueryStride + c));
+        v_sum[m] += hsum(squares_sum * load(squares + m * kQueryStride + c)) / tokens;
+      }
+    }
+    for (int m = 0; m < kMeans; m++) add_mass(a_sum[m], v_sum[m], tokens, sums + m);
+  }
+
+  void weigh_known(float* sums) const {
+    const int whole = a.context[row] / lay.page_size;
+    for (int m = 0; m < kMeans; m++) sums[m] = kNegInf;
+    for (int p = 0; p < first; p++) add_header(p, sums);
+    for (int p = first + count; p < whole; p++) add_header(p, sums);
+    with_dtype(a.dtype, [&](auto dt) {
+      if (pages > whole) {
+        const PageRef ref = page_at(a, row, whole);
+        add_keys<dt.value>(plain_keys(a, ref, kv_head), 0, dim, ref.tokens, sums);
+      }
+      const int64_t at = a.cu_q[row] * a.kv_token_stride + int64_t(kv_head) * dim;
+      for (int t = 0; a.k && t < begin; t += kFreshPage)
+        add_keys<dt.value>(a.k, at + t * a.kv_token_stride, a.kv_token_stride, min_of(kFreshPage, begin - t), sums);
+    });
+  }
+
+  void score_candidates(int g) {
+    for (int i = 0; i < count; i++) {
+      float mean[kMeans], variance[kMeans];
+      if (i + 4 < count) prefetch_run(header(first + i + 4), lay.header_head_bytes);
+      score_header<kMeans>(header(first + i), dim, q, squares, mean, variance);
+      for (int m = 0; m < kMeans; m++) {
+        masses.log_mass[(g * kMeans + m) * stride + i] = mean[m];
+        masses.shares[(g * kMeans + m) * stride + i] = variance[m];
+      }
+    }
+  }
+
+  void estimate_masses() {
+    const float log_tokens = __builtin_logf(float(lay.page_size));
+    for (int r = 0; r < masses.heads; r++) {
+      float *mass = masses.log_mass + r * stride, *variance = masses.shares + r * stride;
+      for (int i = 0; i < stride; i += W) {
+        const vf estimate = header_mass(load(mass + i), load(variance + i), log_tokens);
+        store(mass + i, i < count ? first_lanes(count - i, estimate, set1(kNegInf)) : set1(kNegInf));
+      }
+    }
+  }
+
+  // Plane 0 of the pages that headers rank best: its log-masses replace theirs.
+  void probe(int32_t* list, int most, Workspace& ws) {
+    const int n = best(masses.rank, count, most, list);
+    float* scratch = ws.get<float>(kDecodeScores, kMeans * kQueryStride);
+    const auto page = [&](int i) {
+      const int block = a.block_table[int64_t(row) * a.table_stride + first + list[i]];
+      return head_page(lay, a.payload + int64_t(a.payload_slot ? a.payload_slot[block] : block) * a.payload_stride, kv_head);
+    };
+    for (int g = 0; g < group; g++) {
+      load_means(g);
+      for (int i = 0; i < n; i++) {
+        float mass[kMeans];
+        score_plane0<kMeans>(lay, page(i), page(min_of(i + 1, n - 1)).plane0, q, scratch, mass);
+        for (int m = 0; m < kMeans; m++) masses.shares[(g * kMeans + m) * stride + list[i]] = mass[m];
+      }
+    }
+    join_codes(masses, list, n);
+  }
+
+  // Shares of a head's mean queries -> their mean, so that the group's heads stand as rows 0 .. group.
+  void average() {
+    for (int g = 0; g < group; g++) {
+      float* to = masses.shares + g * stride;
+      for (int i = 0; i < stride; i += W) {
+        vf sum = zero();
+        for (int m = 0; m < kMeans; m++) sum = sum + load(masses.shares + (g * kMeans + m) * stride + i);
+        store(to + i, sum * set1(1.f / kMeans));
+      }
+      float sum = 0;
+      for (int m = 0; m < kMeans; m++) sum += covered[g * kMeans + m];
+      covered[g] = sum / kMeans;
+    }
+    masses.heads = group;
+  }
+
+  // The pages to read, ascending, into list (room for the row's pages); returns how many. `most`: the selection's cap.
+  int choose_into(int32_t* list, Workspace& ws, int most) {
+    stride = (count + 15) / 16 * 16;
+    float* memory = ws.get<float>(kSparseBlock, 2 * kMeans * kQueryStride + 2 * group * kMeans + (2 * group * kMeans + 1) * stride);
+    q = memory, squares = q + kMeans * kQueryStride;
+    masses.log_mass = squares + kMeans * kQueryStride;
+    masses.shares = masses.log_mass + group * kMeans * stride;
+    masses.rank = masses.shares + group * kMeans * stride;
+    known = masses.rank + stride, covered = known + group * kMeans;
+    masses.count = count, masses.heads = group * kMeans, masses.stride = stride;
+    for (int g = 0; g < group; g++) {
+      load_means(g);
+      weigh_known(known + g * kMeans);
+      score_candidates(g);
+    }
+    const float depth = s.scoring == kScoreCodes ? 1.f
+                        : deepening(s, masses.log_mass, masses.shares, count, masses.heads, stride);
+    estimate_masses();
+    if (s.scoring != kScoreHeader) {
+      share_masses(masses, known, covered);
+      probe(list + first, probe_count(depth, count), ws);
+    }
+    share_masses(masses, known, covered);
+    average();
+    const bool fixed = s.select != kSelectCoverage;
+    int32_t* chosen = list + first;
+    int n = choose(masses, fixed ? most : s.min_pages, most, fixed ? 2.f : s.coverage, covered, chosen,
+                   ws.get<Ranked>(kSparseRanked, most + 1));
+    hand_out(s, int64_t(a.cu_q[row] + begin) * heads + kv_head, chosen, n, first);
+    for (int p = 0; p < first; p++) list[p] = p;
+    for (int i = 0; i < n; i++) chosen[i] += first;
+    n += first;
+    for (int p = first + count; p < pages; p++) list[n++] = p;
+    report(n);
+    return n;
+  }
+
+  void report(int n) const {
+    float lost = 0;
+    for (int g = 0; covered && g < group; g++) lost += max_of(0.f, 1 - covered[g]) / group;
+    for (int64_t t = a.cu_q[row] + begin; t < a.cu_q[row] + end; t++) {
+      if (s.dropped) s.dropped[t * heads + kv_head] = lost;
+      if (s.pages_read) s.pages_read[t * heads + kv_head] = n;
+    }
+  }
+};
+
+// The pages of a row's context that queries begin .. end read, ascending; all of them where attention is dense.
+static int block_pages(const AttentionArgs& a, int row, int kv_head, int begin, int end, int32_t* list, Workspace& ws) {
+  if (!a.sparse) {
+    for (int p = 0; p < context_pages(a, row); p++) list[p] = p;
+    return context_pages(a, row);
+  }
+  BlockChoice choice(a, row, kv_head, begin, end);
+  choice.pages = context_pages(a, row);
+  if (end - begin == kMeans * kMeanRows) candidates(a, row, begin, &choice.first, &choice.count);
+  if (choice.count == 0) {
+    for (int p = 0; p < choice.pages; p++) list[p] = p;
+    choice.report(choice.pages);
+    return choice.pages;
+  }
+  return choice.choose_into(list, ws, selection_cap(a, choice.pages, choice.count));
+}
+
+}  // namespace KTX_NS

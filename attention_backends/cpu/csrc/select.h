@@ -1,0 +1,184 @@
+// Which pages a query group reads: ranked by the share of attention they are estimated to hold, summed over the group's
+// heads; as few as give every head of the group its coverage.
+#pragma once
+#include "score.h"
+
+namespace KTX_NS {
+
+// Pages that a query chooses from (first .. first + count), as SparseSettings.candidates; none where it reads everything.
+static void candidates(const AttentionArgs& a, int row, int query, int* first, int* count) {
+  const SparseArgs& s = *a.sparse;
+  const int64_t size = a.layout->page_size, context = a.context[row], before = context + query - s.window;
+  const int64_t last = before < 0 ? 0 : min_of(before / size, context / size);
+  *first = min_of(s.sink_pages, context_pages(a, row));
+  *count = last - s.sink_pages > s.min_pages ? int(last - s.sink_pages) : 0;
+  if (s.select == kSelectCoverage && s.coverage >= 1) *count = 0;
+}
+
+// Most candidates that a selection takes.
+KTX_INLINE int selection_cap(const AttentionArgs& a, int pages, int count) {
+  const SparseArgs& s = *a.sparse;
+  return min_of(count, s.ratio > 0 ? int(__builtin_ceil(double(s.ratio) * pages - 1e-3)) : s.max_pages);
+}
+
+constexpr int kBlockQueries = 64;  // queries of a prefill chunk that share one list of pages
+
+// Log-masses of `count` candidate pages for `heads` vectors, rows `stride` apart; `shares` has the same shape.
+struct Masses {
+  float *log_mass, *shares, *rank;  // rank: [count]
+  int count, heads;
+  int64_t stride;                   // at least `count` rounded up to 16; what lies behind `count` is -inf
+};
+
+// Shares of each head's total mass, where `known` is the log-mass of what is read anyway; fills shares and rank, and
+// writes the share already covered by it, by head.
+static void share_masses(const Masses& m, const float* known, float* covered) {
+  const int padded = (m.count + W - 1) / W * W;
+  for (int i = 0; i < padded; i += W) store(m.rank + i, zero());
+  for (int h = 0; h < m.heads; h++) {
+    const float* mass = m.log_mass + h * m.stride;
+    float* share = m.shares + h * m.stride;
+    vf top = set1(known[h]), sum = zero();
+    for (int i = 0; i < padded; i += W) top = vmax(load(mass + i), top);
+    float peak = hmax(top);
+    if (!(peak > -3e38f && peak < 3e38f)) peak = 0;  // nothing finite to compare: all shares 0
+    for (int i = 0; i < padded; i += W) {
+      const vf e = vexp(load(mass + i) - set1(peak));
+      const vf clean = select_nan(e, zero(), e);
+      sum = sum + clean;
+      store(share + i, clean);
+    }
+    const float own = known[h] == kNegInf ? 0.f : __builtin_expf(known[h] - peak), total = hsum(sum) + own;
+    const vf inverse = set1(total > 0 ? 1.f / total : 0.f);
+    covered[h] = total > 0 ? own / total : 1.f;
+    for (int i = 0; i < padded; i += W) {
+      const vf s = load(share + i) * inverse;
+      store(share + i, s);
+      store(m.rank + i, load(m.rank + i) + s);
+    }
+  }
+}
+
+// The k-th largest of x[0 .. count) (all >= 0, 0 behind up to a multiple of W), 1 <= k <= count: bisection over bit
+// patterns, which order as the numbers do.
+static float kth_largest(const float* x, int count, int k) {
+  int32_t low = 0, high = 0x7F7FFFFF;
+  while (low < high) {
+    const int32_t middle = low + (high - low + 1) / 2;
+    float bound;
+    std::memcpy(&bound, &middle, 4);
+    vf above = zero();
+    for (int i = 0; i < count; i += W) above = above + select_lt(load(x + i), set1(bound), zero(), set1(1.f));
+    if (hsum(above) >= float(k)) low = middle;
+    else high = middle - 1;
+  }
+  float found;
+  std::memcpy(&found, &low, 4);
+  return found;
+}
+
+// Indices of the k best ranks in ascending order, ties by the lower index; returns how many (k or all).
+static int best(const float* rank, int count, int k, int32_t* out) {
+  if (k >= count) {
+    for (int i = 0; i < count; i++) out[i] = i;
+    return count;
+  }
+  if (k <= 0) return 0;
+  const float bound = kth_largest(rank, count, k);
+  int above = 0;
+  for (int i = 0; i < count; i++) above += rank[i] > bound;
+  int n = 0, ties = k - above;
+  for (int i = 0; i < count; i++)
+    if (rank[i] > bound || (rank[i] == bound && ties-- > 0)) out[n++] = i;
+  return n;
+}
+
+struct Ranked {
+  float rank;
+  int32_t index;
+};
+static int by_rank(const void* x, const void* y) {
+  const Ranked &a = *static_cast<const Ranked*>(x), &b = *static_cast<const Ranked*>(y);
+  if (a.rank != b.rank) return a.rank < b.rank ? 1 : -1;
+  return a.index - b.index;
+}
+static int by_index(const void* x, const void* y) {
+  return *static_cast<const int32_t*>(x) - *static_cast<const int32_t*>(y);
+}
+
+// The pages to read, ascending, into out (room for `most`); `covered` goes from the known share to the covered one.
+static int choose(const Masses& m, int least, int most, float coverage, float* covered, int32_t* out, Ranked* scratch) {
+  const int n = best(m.rank, m.count, min_of(most, m.count), out);
+  for (int i = 0; i < n; i++) scratch[i] = {m.rank[out[i]], out[i]};
+  std::qsort(scratch, n, sizeof(Ranked), by_rank);
+  int taken = 0;
+  const auto enough = [&] {
+    for (int h = 0; h < m.heads; h++)
+      if (!(covered[h] >= coverage)) return false;
+    return true;
+  };
+  while (taken < n && (taken < least || !enough())) {
+    const int page = scratch[taken].index;
+    for (int h = 0; h < m.heads; h++) covered[h] += m.shares[h * m.stride + page];
+    out[taken++] = page;
+  }
+  std::qsort(out, taken, sizeof(int32_t), by_index);
+  return taken;
+}
+
+// How many of `count` candidates get their plane 0 read, at a depth of 0 to 1.
+KTX_INLINE int probe_count(float depth, int count) {
+  return min_of(count, int(__builtin_ceil(double(depth) * count - 1e-3)));
+}
+
+// The share of candidates whose plane 0 is worth reading: the usual one where headers explain the scores, all where they
+// leave a wide spread unexplained. a: mean scores, v: variances, `heads` rows.
+static float deepening(const SparseArgs& s, const float* a, const float* v, int count, int heads, int64_t stride) {
+  float spread = 0, explained = 1;
+  for (int h = 0; h < heads; h++) {
+    vf sum = zero(), squares = zero(), within = zero();
+    for (int i = 0; i < count; i += W) {
+      const vf mine = first_lanes(count - i, load(a + h * stride + i), zero());
+      sum = sum + mine;
+      squares = fmadd(mine, mine, squares);
+      within = within + first_lanes(count - i, load(v + h * stride + i), zero());
+    }
+    const float mean = hsum(sum) / count, between = max_of(0.f, hsum(squares) / count - mean * mean);
+    const float unexplained = hsum(within) / count, all = between + unexplained;
+    spread += unexplained / heads;
+    explained = min_of(explained, all > 0 ? between / all : 1.f);
+  }
+  const auto ramp = [](float x, float from, float to) {
+    return to == from ? float(x >= to) : min_of(1.f, max_of(0.f, (x - from) / (to - from)));
+  };
+  const float bad = ramp(__builtin_sqrtf(spread), s.spread_low, s.spread_high) *
+                    ramp(-explained, -s.explained_high, -s.explained_low);
+  return s.share + (1 - s.share) * bad;
+}
+
+// Replaces header estimates by what plane 0 said of the pages in `list` (there in m.shares). What it found more than the
+// headers of the same pages said, the other pages are taken to hide too: theirs are raised by that factor, head by head.
+static void join_codes(const Masses& m, const int32_t* list, int n) {
+  const auto log_sum = [&](const float* x) {
+    float top = kNegInf, sum = 0;
+    for (int i = 0; i < n; i++) top = x[list[i]] > top ? x[list[i]] : top;
+    for (int i = 0; i < n; i++) sum += __builtin_expf(x[list[i]] - top);
+    return top + __builtin_logf(sum);
+  };
+  for (int h = 0; h < m.heads; h++) {
+    float *mass = m.log_mass + h * m.stride, *codes = m.shares + h * m.stride;
+    const float bias = log_sum(codes) - log_sum(mass);
+    if (bias > 0 && bias < 3e38f)
+      for (int i = 0; i < m.count; i += W) store(mass + i, load(mass + i) + set1(bias));
+    for (int i = 0; i < n; i++) mass[list[i]] = codes[list[i]];
+  }
+}
+
+// Hands the chosen candidates (indices from `first` on) out to the caller who asked for them.
+static void hand_out(const SparseArgs& s, int64_t row, const int32_t* list, int count, int first) {
+  if (!s.chosen) return;
+  int32_t* to = s.chosen + row * s.chosen_stride;
+  for (int64_t i = 0; i < s.chosen_stride; i++) to[i] = i < count ? list[i] + first : -1;
+}
+
+}  // namespace KTX_NS
