@@ -156,7 +156,8 @@ def test_sharp_recall_at_8k_with_low_margins():
         models.Retrieval(head_dim=64, kv_heads=1, vocab=VOCAB, theta=1e12, pos_margin=12, match_margin=8)
     )
     recall = tasks.dense_recall(8000, VOCAB, queries=60, seed=5)
-    with engine(model, {"format": "k8v8"}, max_model_len=8192, max_num_batched_tokens=1000) as llm:
+    dense = {"format": "k8v8", "attention": "dense"}
+    with engine(model, dense, max_model_len=8192, max_num_batched_tokens=1000) as llm:
         outs = llm.generate(
             prompts(recall.ids), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1), use_tqdm=False
         )
