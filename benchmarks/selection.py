@@ -33,7 +33,7 @@ from benchmarks import corpus, harness, models, probe
 from vllm_ktx.attention_backends.selection import SCORERS, CascadeScorer, ContextPages, Scorer, SparseSettings
 from vllm_ktx.attention_backends.selection.pages import estimate_mass, rank, shares
 from vllm_ktx.attention_backends.sparse_pages import choose
-from vllm_ktx.kv_quant import KVCacheQuantizer, PageLayout, parse_format
+from vllm_ktx.kv_quant import PRESETS, KVCacheQuantizer, PageLayout, parse_format
 
 WINDOW = 1024
 BUDGET = 0.05  # of the context's pages
@@ -172,7 +172,8 @@ def _depth(rows: Rows, scorer: Scorer, like: torch.Tensor) -> torch.Tensor:
     return scorer.depth(*estimate_mass(rows.q, *moments, layout.page_size)[1:])
 
 
-def summary(parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+def summary(parts: list[dict[str, torch.Tensor]]) -> dict[str, float | None]:
+    """Means over everything; None where there was nothing to measure."""
     all_of = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     needed = all_of["needed"].bool()
     kept = ("claimed", "reached", "claimed_head", "reached_head", "pages")
@@ -186,7 +187,7 @@ def summary(parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         "codes_read": all_of["depth"].mean(),
         "codes_read_median": all_of["depth"].median(),
     }
-    return {name: round(float(value), 4) for name, value in result.items()}
+    return {name: None if value.isnan() else round(float(value), 4) for name, value in result.items()}
 
 
 # --- pinning ----------------------------------------------------------------------------------------------------------
@@ -296,7 +297,8 @@ def report(result: dict[str, Any]) -> None:
     print(f"{result['model']}, {result['context']} tokens, {result['rows']} rows, {result['format']} pages")
     print(f"{'scorer':>9} {'recall':>7} {'weighted':>8} {'needle':>7} {'claimed':>8} {'reached':>8} {'(head':>7}"
           f" {'reached)':>8} {'pages':>6} {'codes':>6}")  # fmt: skip
-    for name, row in result["scorers"].items():
+    for name, found in result["scorers"].items():
+        row = {key: float("nan") if value is None else value for key, value in found.items()}
         print(f"{name:>9} {row['recall']:>7.3f} {row['recall_weighted']:>8.3f} {row['needle_recall']:>7.3f}"
               f" {row['claimed']:>8.3f} {row['reached']:>8.3f} {row['claimed_head']:>7.3f} {row['reached_head']:>8.3f}"
               f" {row['pages']:>6.1f} {row['codes_read']:>6.2f}")  # fmt: skip
@@ -318,6 +320,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object")
     parser.add_argument("--save", action="store_true", help=f"write {harness.RESULTS.name}/selection-MODEL.json")
     args = parser.parse_args(argv)
+    if args.format not in PRESETS or not PRESETS[args.format].quantized:
+        known = ", ".join(name for name, fmt in PRESETS.items() if fmt.quantized)
+        parser.error(f"--format {args.format!r}: use one of {known}, whose pages have headers and codes")
     torch.set_num_threads(args.threads)
     result = measure(args)
     report(result)
