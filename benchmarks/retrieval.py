@@ -1,0 +1,152 @@
+"""Needles in a long context, end to end through `vllm.LLM`: accuracy, time to first token, decode speed, bytes.
+
+    python -m benchmarks.retrieval --context 131072 --needles 50 --format k4v4 [--stock] [--json] [--save]
+
+The constructed retrieval model (benchmarks.models.retrieval) holds a key and value every four tokens, so its keys are
+as good as random: the hardest case for page headers. Each needle is one request: the whole context and a key from some
+depth of it; the next token must be the key's value. The first request pays for reading the context (time to first
+token), the others hit the prefix cache. `--stock` runs stock vLLM on the same requests in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+from benchmarks import engine, harness, models, tasks
+
+CHUNK = 2048
+DECODE_TOKENS = 64
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    preset = models.PRESETS["retrieval"]
+    recall = tasks.dense_recall(args.context, preset.vocab, args.needles)
+    say(f"{args.context:,} tokens, {args.needles} needles, format {args.format}")
+    ktx = {"format": args.format, **args.ktx}
+    ours = measure(args, recall, ktx)
+    document = {**harness.environment(), "context": args.context, "needles": args.needles, "format": args.format}
+    document |= {"ktx": ktx, "threads": args.threads, **ours}
+    if args.stock:
+        stock = measure(args, recall, None)
+        document["stock"] = stock
+        document["ratio_ttft"] = round(stock["ttft_s"] / ours["ttft_s"], 2)
+        document["ratio_decode"] = round(ours["decode_tok_s"] / stock["decode_tok_s"], 2)
+    report(document)
+    if args.save:
+        harness.RESULTS.mkdir(exist_ok=True)
+        (harness.RESULTS / f"retrieval-{args.context}.json").write_text(json.dumps(document, indent=2) + "\n")
+    if args.json:
+        print(json.dumps(document))
+    return 0 if ours["accuracy"] == 1.0 else 1
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.retrieval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--context", type=int, default=131072, help="tokens of the context (default: 131072)")
+    parser.add_argument("--needles", type=int, default=50, help="questions (default: 50)")
+    parser.add_argument("--format", default="k4v4", help="page format (default: k4v4)")
+    parser.add_argument("--ktx", type=json.loads, default={}, help="further KTX settings, as JSON")
+    parser.add_argument("--stock", action="store_true", help="stock vLLM too; it needs minutes at 131072 tokens")
+    parser.add_argument("--threads", type=int, default=2, help="OpenMP threads of both (default: 2)")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/retrieval-CONTEXT.json")
+    args = parser.parse_args(argv)
+    if not 256 <= args.context <= models.PRESETS["retrieval"].max_positions:
+        most = models.PRESETS["retrieval"].max_positions
+        parser.error(f"--context {args.context}: the retrieval model takes 256 to {most} tokens")
+    return args
+
+
+def measure(args: argparse.Namespace, recall: tasks.Recall, ktx: dict[str, Any] | None) -> dict[str, Any]:
+    """Figures of one engine, in a process of its own."""
+    import os
+
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    name = "stock vLLM" if ktx is None else "KTX"
+    say(f"{name}: starting")
+    setup = engine.Engine(
+        str(models.path("retrieval")),
+        max_model_len=args.context + 8,  # the model's last positions
+        ktx=ktx,
+        chunk=CHUNK,
+        rows=4,
+        cache_bytes=1 << 30,
+        options={"dtype": "bfloat16", "enable_prefix_caching": True},
+    )
+    ran = engine.run(setup, ask, recall)
+    return {**ran.value, "kernels": ran.kernels, "counters": ran.counters}
+
+
+def ask(llm: Any, recall: tasks.Recall) -> dict[str, Any]:
+    """Runs inside the engine's process: the first needle cold, the others on the prefix cache, then a longer answer."""
+    base = recall.ids[: recall.positions[0] - 1]
+    questions = [[*base, *recall.ids[p - 1 : p + 1]] for p in recall.positions]
+    started = time.perf_counter()
+    first = step_through(llm, questions[0][:-2], 1, "reading")
+    ttft = first[1]
+    say(f"first token after {ttft:.1f} s")
+    answers = engine.generate(llm, questions, 1)
+    right = [got[0] == want for got, want in zip(answers, recall.answers, strict=True)]
+    room = llm.llm_engine.model_config.max_model_len - len(base)
+    _, _, rate = step_through(llm, base, min(DECODE_TOKENS, room), "answering")
+    return {
+        "accuracy": sum(right) / len(right),
+        "ttft_s": round(ttft, 3),
+        "decode_tok_s": round(rate, 3),
+        "seconds": round(time.perf_counter() - started, 1),
+        **cache_bytes(llm, len(base)),
+    }
+
+
+def step_through(llm: Any, prompt: list[int], tokens: int, what: str) -> tuple[list[int], float, float]:
+    """Generates greedily; returns the tokens, seconds to the first and tokens a second after it. Prints progress."""
+    from vllm import SamplingParams
+
+    core = llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    core.add_request(what, {"prompt_token_ids": prompt}, params)
+    begun = shown = time.perf_counter()
+    first, out = 0.0, []
+    while core.has_unfinished_requests():
+        for done in core.step():
+            out = list(done.outputs[0].token_ids)
+            if out and not first:
+                first = time.perf_counter() - begun
+        if time.perf_counter() - shown > 10:
+            shown = time.perf_counter()
+            say(f"{what}: {shown - begun:.0f} s")
+    spent = time.perf_counter() - begun - first
+    return out, first, (len(out) - 1) / spent if len(out) > 1 else 0.0
+
+
+def cache_bytes(llm: Any, tokens: int) -> dict[str, int]:
+    """Bytes that the context's keys and values take in the cache, and would take in bf16; all layers."""
+    config = llm.llm_engine.vllm_config
+    layers = config.compilation_config.static_forward_context.values()
+    blocks, size = config.cache_config.num_gpu_blocks, config.cache_config.block_size
+    page = sum(layer.kv_cache.numel() * layer.kv_cache.element_size() // blocks for layer in layers)
+    dense = sum(2 * layer.impl.num_kv_heads * layer.impl.head_size * 2 for layer in layers)
+    return {"device_bytes": page * -(-tokens // size), "kv_bytes_bf16": dense * tokens}
+
+
+def report(document: dict[str, Any]) -> None:
+    rows = [("", "KTX", "stock vLLM" if "stock" in document else "")]
+    for key in ("accuracy", "ttft_s", "decode_tok_s", "device_bytes", "kv_bytes_bf16"):
+        rows.append((key, document[key], document.get("stock", {}).get(key, "")))
+    for name, ours, stock in rows:
+        print(f"{name:<16}{ours!s:>14}{stock!s:>14}", file=sys.stderr)
+
+
+def say(line: str) -> None:
+    print(f"[retrieval] {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
