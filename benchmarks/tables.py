@@ -1,0 +1,146 @@
+"""Writes the README's measured tables from the JSON files in benchmarks/results, and nothing that is not in them.
+
+python -m benchmarks.tables            rewrites the README between its `measured` markers
+python -m benchmarks.tables --check    fails if the README says something else than the results (a test runs this)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+START, END = (
+    "<!-- measured: written by `python -m benchmarks.tables`, from benchmarks/results -->",
+    "<!-- end measured -->",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the README is out of date")
+    args = parser.parse_args()
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    updated = insert(text, render())
+    if args.check:
+        print("README is up to date" if updated == text else "README is out of date: run python -m benchmarks.tables")
+        return int(updated != text)
+    readme.write_text(updated)
+    return 0
+
+
+def insert(text: str, tables: str) -> str:
+    """`text` with what stands between the markers replaced. Raises ValueError if they are missing."""
+    before, _, rest = text.partition(START)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"README.md has no markers {START!r} and {END!r}")
+    return f"{before}{START}\n\n{tables}\n\n{END}{after}"
+
+
+def render() -> str:
+    parts = [end_to_end(), kernels(), quality(), selection()]
+    return "\n\n".join(part for part in parts if part)
+
+
+def load(pattern: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern))]
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def end_to_end() -> str:
+    """One request through `vllm.LLM`, against stock vLLM in the same run."""
+    documents = [d for d in load("retrieval-*.json") if "stock" in d]
+    rows = []
+    for d in documents:
+        stock = d["stock"]
+        rows.append(
+            [
+                f"{d['context']:,} tokens, `{d['format']}`",
+                f"{d['accuracy']:.0%} of {d['needles']} (stock {stock['accuracy']:.0%})",
+                f"{d['ttft_s']:.1f} s against {stock['ttft_s']:.1f} s: **{d['ratio_ttft']:.1f}x**",
+                f"{d['decode_tok_s']:.0f} against {stock['decode_tok_s']:.1f} tokens/s: **{d['ratio_decode']:.1f}x**",
+                f"{d['device_bytes'] / 2**20:.0f} of {d['kv_bytes_bf16'] / 2**20:.0f} MiB",
+            ]
+        )
+    if not rows:
+        return ""
+    head = ["retrieval model", "needles found", "time to first token", "decode", "KV bytes, of bf16"]
+    note = f"Against stock vLLM in the same run, {documents[0]['threads']} threads. {source(documents[0])}"
+    return f"**One long request, end to end**\n\n{table(head, rows)}\n\n{note}"
+
+
+def kernels() -> str:
+    """The attention step alone, against vLLM's CPU op."""
+    documents = [row for kind in ("decode", "prefill") for d in load(f"{kind}*.json") for row in d.get("rows", [d])]
+    rows = []
+    for d in sorted(documents, key=lambda d: ("chunk" in d, d["mode"], d["context"])):
+        what = f"prefill of {d['chunk']}" if d.get("chunk") else "decode"
+        how = d["mode"] if d["mode"] == "dense" else f"{d['mode']}, scored by {d['scoring']}"
+        ratios = f"**{d['ratio_cpu_time']:.1f}x** CPU time, {d['ratio_wall']:.1f}x wall"
+        times = f"{d['ms']:.2f} against {d['baseline_ms']:.2f} ms"
+        rows.append([what, f"{d['context'] // 1024}K", f"`{d['format']}`, {how}", d.get("isa", ""), times, ratios])
+    if not rows:
+        return ""
+    head = ["step", "context", "KTX", "ISA", "time", "ratio"]
+    first = documents[0]
+    note = (
+        f"One layer of the {first['shape']} shape, bf16, {first.get('threads', 1)} thread; synthetic keys (see "
+        f"benchmarks/harness.py). {source(first)}"
+    )
+    return f"**Attention kernels, against vLLM's CPU op**\n\n{table(head, rows)}\n\n{note}"
+
+
+def quality() -> str:
+    """Perplexity and agreement of each format, dense attention."""
+    documents = [d for d in load("quality-smollm2*.json") if d.get("mode") == "dense"]
+    documents.sort(key=lambda d: (len(d["model"]), d["model"]))
+    rows = []
+    for d in documents:
+        for r in d.get("rows", [d]):
+            change, error = r["ppl_change"], r["ppl_change_stderr"]
+            rows.append([d["model"], f"`{r['format']}`", f"{change:+.2%} ± {error:.2%}", f"{r['agreement']:.1%}"])
+    if not rows:
+        return ""
+    head = ["model", "format", "perplexity, against stock", "next-token agreement"]
+    note = (
+        "float32, chunks of 64 tokens so that nearly all keys are read from codes. `-s8` to `-s128`: the same model "
+        "with key outliers folded into its weights (same function), as Qwen models have them. `int4_per_token_head`: "
+        f"stock vLLM's own INT4 rule, simulated. {source(documents[0])}"
+    )
+    return f"**Quality of the page formats (SmolLM2-135M)**\n\n{table(head, rows)}\n\n{note}"
+
+
+def selection() -> str:
+    """Which pages the scorers find."""
+    documents = load("selection-smollm2.json")
+    if not documents:
+        return ""
+    d = documents[0]
+    names = {"variance": "header (mean and deviation)", "cascade": "cascade (default)"}
+    rows = []
+    for name in ("mean", "quest", "variance", "cascade", "codes"):
+        r = d["scorers"][name]
+        found = [f"{r[key]:.3f}" for key in ("recall", "needle_recall", "reached")]
+        rows.append([names.get(name, name), *found, f"{r['pages']:.0f}"])
+    head = ["scorer", "mass found, of the best choice's", "needle pages found", "reached, where 0.95 is asked", "pages"]
+    note = f"SmolLM2's own queries and keys at {d['context']:,} tokens, 5 % of the pages. {source(d)}"
+    return f"**Page selection**\n\n{table(head, rows)}\n\n{note}"
+
+
+def source(document: dict[str, Any]) -> str:
+    command = document.get("command", "")
+    return f"{document.get('hardware', '')}; `{command}`." if command else str(document.get("hardware", ""))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Each workaround for vLLM is still needed: when one of these fails, delete the piece of _compat.py it names."""
+
+import inspect
+
+import vllm
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_ktx import _compat, register
+
+
+def test_version_range(monkeypatch):
+    assert _compat.vllm_version_problem() is None
+    for version in ("0.31.2", "0.34.0", "1.0"):
+        monkeypatch.setattr(vllm, "__version__", version)
+        problem = _compat.vllm_version_problem()
+        assert version in problem and "0.32 <= vLLM < 0.34" in problem and "\n" not in problem
+
+
+def test_ktx_is_no_member_until_registered_so_unpickling_needs_the_reducer():
+    source = inspect.getsource(inspect.getmodule(AttentionBackendEnum))
+    assert "KTX" not in source
+    import pickle
+
+    register()
+    assert pickle.loads(pickle.dumps(AttentionBackendEnum["KTX"])) is AttentionBackendEnum["KTX"]
+    assert pickle.loads(pickle.dumps(AttentionBackendEnum["TRITON_ATTN"])) is AttentionBackendEnum["TRITON_ATTN"]
+
+
+def test_cpu_platform_still_ignores_other_backends():
+    original = inspect.unwrap(CpuPlatform.get_attn_backend_cls.__func__)
+    assert "Cannot use %s backend on CPU" in inspect.getsource(original)
+
+
+def test_customize_spec_still_gets_no_configuration():
+    from vllm.v1.attention.backend import AttentionBackend
+
+    assert list(inspect.signature(AttentionBackend.customize_spec).parameters) == ["spec"]

@@ -1,0 +1,56 @@
+"""Settings: defaults, errors that name the setting and the fix, and what follows from combinations."""
+
+import pytest
+
+from vllm_ktx.config import KtxConfig
+
+
+def sparse(settings, page_size=64):
+    config = KtxConfig.parse(settings)
+    return config.sparse_settings(config.kv_format(), page_size)
+
+
+def test_everything_has_a_default():
+    config = KtxConfig.parse(None)
+    assert config.kv_format().name == "k8v4"
+    assert sparse({}).window == 4096 and sparse({}).scoring == "cascade"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fromat": "k4v4"}, "ktx.fromat is not a setting of KTX; did you mean 'format'"),
+        ({"format": "k4"}, "ktx.format='k4': use one of none, k8v8, k8v4, k4v4"),
+        ({"kernels": True}, "ktx.kernels=True: use one of auto, native, torch"),
+        ({"residual_pages": 99}, "ktx.residual_pages=99: use a whole number from 0 to 16"),
+        ({"attention": "dens"}, "did you mean 'dense'"),
+        ({"dense_layers": -1}, "ktx.dense_layers=-1: use a whole number, 0 or more"),
+        ({"audit_rate": 2}, "ktx.audit_rate=2: use a number from 0 to 1"),
+        ({"window": 1000}, "ktx.window=1000 is not a multiple of the page size 64 .*use 1024"),
+        ({"coverage": 1.5}, "ktx.coverage=1.5: use a number above 0 and up to 1"),
+        ({"coverage": 0.9, "format": "none"}, "ktx.coverage is a setting of sparse attention"),
+        ({"attention": "sparse", "format": "none"}, "needs page headers: choose a quantized ktx.format"),
+        ({"key_scale": "per_token", "scoring": "codes"}, "use ktx.scoring='header' or ktx.key_scale='per_channel'"),
+        ({"min_pages": 200}, "raise ktx.max_pages to 200 or lower ktx.min_pages"),
+        ({"top_k": 5, "select": "coverage"}, "set ktx.select='top_k' and a value for ktx.top_k, or leave both out"),
+        ("k4v4", "must be a mapping"),
+    ],
+)
+def test_errors_name_setting_value_and_fix(settings, message):
+    with pytest.raises(ValueError, match=message):
+        sparse(settings)
+
+
+def test_cache_dtypes_and_formats():
+    assert KtxConfig().kv_format("int8_per_token_head").name == "k8v8"
+    assert KtxConfig(format="k4v4").kv_format("int4_per_token_head").name == "k4v4"
+    with pytest.raises(ValueError, match="contradicts --kv-cache-dtype int4_per_token_head"):
+        KtxConfig(format="k8v8").kv_format("int4_per_token_head")
+
+
+def test_what_follows_from_combinations():
+    assert sparse({"format": "none"}) is None
+    assert sparse({"attention": "dense"}) is None
+    assert sparse({"key_scale": "per_token"}).scoring == "header"
+    assert sparse({"top_k": 5}).select == "top_k"
+    assert sparse({"global_ratio": 0.01}).select == "global_ratio"

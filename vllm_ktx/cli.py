@@ -1,0 +1,85 @@
+"""The `vllm-ktx` command: `vllm-ktx doctor` says whether this installation can serve, and what to do if not."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable
+
+from . import __version__
+
+Check = tuple[str, Callable[[], tuple[bool, str]]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="vllm-ktx", description="Long contexts on small devices, with stock vLLM.")
+    parser.add_argument("--version", action="version", version=f"vllm-ktx {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="check this installation: vLLM's version, the plugin, the kernels")
+    parser.parse_args(argv)
+    return doctor()
+
+
+def doctor() -> int:
+    """Prints one line a check; returns 1 if any of them failed."""
+    logging.disable(logging.WARNING)  # what matters is said here
+    checks: list[Check] = [
+        ("torch", check_torch),
+        ("vLLM", check_vllm),
+        ("plugin", check_plugin),
+        ("kernels", check_kernels),
+    ]
+    good = True
+    for name, check in checks:
+        try:
+            fine, text = check()
+        except Exception as error:  # a broken import is what this command is for
+            fine, text = False, f"{type(error).__name__}: {error}"
+        good &= fine
+        print(f"{'ok  ' if fine else 'FAIL'}  {name:<8}  {text}")
+    return 0 if good else 1
+
+
+def check_torch() -> tuple[bool, str]:
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU only"
+    return True, f"{torch.__version__} ({device})"
+
+
+def check_vllm() -> tuple[bool, str]:
+    import vllm
+
+    from . import _compat
+
+    problem = _compat.vllm_version_problem()
+    return problem is None, problem or vllm.__version__
+
+
+def check_plugin() -> tuple[bool, str]:
+    from importlib.metadata import entry_points
+
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    names = [point.name for point in entry_points(group="vllm.general_plugins") if point.value.startswith("vllm_ktx")]
+    if not names:
+        return False, "vLLM can't see the plugin: install the package (pip install -e .), don't just put it on the path"
+    load_general_plugins()
+    if "KTX" not in AttentionBackendEnum.__members__:
+        return False, "KTX is not registered: is VLLM_PLUGINS set without 'ktx'?"
+    return True, "vllm serve MODEL --attention-backend ktx"
+
+
+def check_kernels() -> tuple[bool, str]:
+    from .attention_backends.cpu.native import load
+
+    kernels = load()
+    if kernels is None:
+        return False, "native CPU kernels not built; torch serves, slowly. Install g++ and run `pip install -e .` again"
+    return True, f"{kernels.name}; available: {', '.join(kernels.available_isas())}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
