@@ -77,14 +77,15 @@ class KtxStats:
 
     def record_sparse(self, layer: int, dropped: Any, pages_read: Any, context_pages: Any) -> None:
         """One layer of a step: `dropped`, `pages_read` `[tokens, kv_heads]`, `context_pages` `[tokens]`, tensors."""
-        chosen = pages_read < context_pages.unsqueeze(-1)
+        read, had = pages_read.numpy(), context_pages.numpy()[:, None]  # small arrays: numpy's calls cost less
+        chosen = read < had
         rows = int(chosen.sum())
         if not rows:
             return
-        lost = float((dropped * chosen).sum())
+        lost = float(dropped.numpy()[chosen].sum())
         self.sparse_rows += rows
-        self.sparse_pages_read += int((pages_read * chosen).sum())
-        self.sparse_pages_context += int((context_pages.unsqueeze(-1) * chosen).sum())
+        self.sparse_pages_read += int(read[chosen].sum())
+        self.sparse_pages_context += int((had * chosen).sum())
         self.dropped_mass += lost
         of_layer = self.by_layer.setdefault(layer, [0.0, 0.0])
         of_layer[0] += rows
