@@ -1,8 +1,9 @@
 """The KTX backend as vLLM sees it: backend, metadata builder and implementation for dense (MHA / GQA) decoder models.
 
-vLLM hands out block ids; the builder plans per step which pages are appended to, sealed or reopened (`OpenPages`), and
-every layer carries the plan out on its own memory and attends. One layer's KV tensor, which vLLM allocates and accounts,
-is carved into the payloads of all pages followed by their headers. Open pages live beside it, in the model's dtype.
+vLLM hands out block ids; the builder plans per step which pages are appended to, sealed or reopened (`OpenPages`),
+and every layer carries the plan out on its own memory and attends. One layer's KV tensor, which vLLM allocates and
+accounts, is carved into the payloads of all pages followed by their headers. Open pages live beside it, in the model's
+dtype.
 
 The only upward import is `vllm_ktx`'s settings and counters; kernels and page formats know nothing of vLLM.
 """
@@ -117,8 +118,9 @@ def page_layout(spec: AttentionSpec, fmt: KVFormat, model_dtype: torch.dtype) ->
 class KTXMetadata(AttentionMetadata):
     """One step of one KV cache group; the same for all its layers. int32 tensors unless said otherwise.
 
-    `cu_q` `[rows + 1]`, `context` `[rows]`, `block_table` `[rows, max_pages]`, `open_slot` `[num_blocks]`. `sparse`: None
-    too where no row of the step is long enough to leave a page out; `context_pages` `[tokens]` (int64) is then empty.
+    `cu_q` `[rows + 1]`, `context` `[rows]`, `block_table` `[rows, max_pages]`, `open_slot` `[num_blocks]`. `sparse`:
+    None too where no row of the step is long enough to leave a page out; `context_pages` `[tokens]` (int64) is then
+    empty.
     """
 
     num_tokens: int
@@ -346,8 +348,8 @@ def _refuse(
 
 @dataclass
 class _LayerMemory:
-    """One layer's pages: `payload` `[num_blocks, payload_bytes]` and `headers` `[num_blocks, header_bytes]`, uint8, views
-    of vLLM's tensor; `open_pages` `[capacity, 2, kv_heads, page_size, head_dim]` in the model's dtype.
+    """One layer's pages: `payload` `[num_blocks, payload_bytes]` and `headers` `[num_blocks, header_bytes]`, uint8,
+    views of vLLM's tensor; `open_pages` `[capacity, 2, kv_heads, page_size, head_dim]` in the model's dtype.
     """
 
     storage: tuple[int, int]

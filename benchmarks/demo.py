@@ -1,8 +1,8 @@
 """`make demo`: two long questions answered through vLLM and KTX, with what they cost.
 
 First a real model (SmolLM2-135M) reads 4K tokens of English, Python's own language reference with a fact hidden in
-it, and must find the fact. Then a constructed model (benchmarks.models.retrieval) reads 131072 tokens of keys and values
-and must give the value of one key. Everything printed is measured in this run.
+it, and must find the fact. Then a constructed model (benchmarks.models.retrieval) reads 131072 tokens of keys and
+values and must give the value of one key. Everything printed is measured in this run.
 """
 
 from __future__ import annotations

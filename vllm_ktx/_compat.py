@@ -64,8 +64,8 @@ def selects_ktx(vllm_config: Any) -> bool:
 
 
 def wrap_platform(before_defaults: Any, after_defaults: Any) -> None:
-    """Runs `before_defaults(vllm_config)` and `after_defaults(vllm_config)` around the platform's own configuration hook,
-    and makes the CPU platform take KTX, for engines that select KTX. Others see no difference. Idempotent.
+    """Runs `before_defaults(vllm_config)` and `after_defaults(vllm_config)` around the platform's own configuration
+    hook, and makes the CPU platform take KTX, for engines that select KTX. Others see no difference. Idempotent.
     """
     from vllm.platforms import current_platform
 

@@ -31,8 +31,8 @@ class KtxConfig:
     residual_pages: newest sealed pages of a running sequence also kept in the model's dtype; unset: the format's own.
     kernels: `auto` (native where it was built), `native` (or fail), `torch` (slow; for comparison).
     attention: `sparse` or `dense`; unset: sparse, except for format `none`, whose pages have no headers to rank.
-    window, sinks, scoring, select, coverage, top_k, global_ratio, min_pages, max_pages, share: which pages a query reads,
-        see `SparseSettings`; unset: its defaults, scoring by headers alone where keys have no scales per channel.
+    window, sinks, scoring, select, coverage, top_k, global_ratio, min_pages, max_pages, share: which pages a query
+        reads, see `SparseSettings`; unset: its defaults, scoring by headers alone where keys have no scales per channel.
     dense_layers: the first layers that read all pages whatever the context.
     audit_rate: share of steps that one layer recomputes densely, to measure what sparsity dropped; 0: none.
     """
@@ -94,7 +94,8 @@ class KtxConfig:
         asked = FORMAT_OF_CACHE_DTYPE.get(cache_dtype)
         if asked and self.format and self.format != asked:
             raise ValueError(
-                f"ktx.format={self.format!r} contradicts --kv-cache-dtype {cache_dtype} (which is {asked}): set only one"
+                f"ktx.format={self.format!r} contradicts --kv-cache-dtype {cache_dtype} (which is {asked}): "
+                "set only one"
             )
         return parse_format(
             self.format or asked or DEFAULT_FORMAT,

@@ -64,7 +64,7 @@ class KtxStats:
     _published: dict[str, float] = field(default_factory=dict, repr=False)
 
     def record_step(self, cu_q: np.ndarray, context: np.ndarray, pages: Any) -> None:
-        """Adds one step: `cu_q` `[rows + 1]`, `context` `[rows]`, and what the page map counted in it (`OpenPageStats`)."""
+        """Adds one step: `cu_q` `[rows + 1]`, `context` `[rows]`, and the page map's counts (`OpenPageStats`)."""
         count = np.diff(cu_q)
         decode = int((count == 1).sum())
         self.steps += 1
@@ -92,7 +92,7 @@ class KtxStats:
         of_layer[1] += lost
 
     def record_audit(self, out: Any, lse: Any, dense: Any, dense_lse: Any, dropped: Any) -> None:
-        """A recomputed layer: outputs `[tokens, heads, D]`, log-sum-exps `[tokens, heads]`, `dropped` `[tokens, kv_heads]`."""
+        """A recomputed layer: outputs `[tokens, heads, D]`, log-sum-exps `[tokens, heads]`, `dropped` by kv head."""
         difference = (out.float() - dense.float()).norm(dim=-1) / dense.float().norm(dim=-1).clamp(min=1e-20)
         self.audited_rows += lse.numel()
         self.audited_recall += float((lse - dense_lse).clamp(max=0).exp().sum())

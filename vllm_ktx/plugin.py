@@ -59,7 +59,8 @@ def unsupported(vllm_config: Any) -> list[str]:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in _SPECULATIVE_METHODS:
         reasons.append(
-            f"speculative method {speculative.method!r} keeps a draft KV cache: use one of {', '.join(_SPECULATIVE_METHODS)}"
+            f"speculative method {speculative.method!r} keeps a draft KV cache: "
+            f"use one of {', '.join(_SPECULATIVE_METHODS)}"
         )
     if vllm_config.parallel_config.decode_context_parallel_size > 1:
         reasons.append(

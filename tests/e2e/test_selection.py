@@ -124,7 +124,8 @@ from vllm.platforms import current_platform
 if __name__ == "__main__":
     llm = LLM(sys.argv[1], enforce_eager=True, dtype="float32", kv_cache_memory_bytes=64 << 20, max_model_len=1024)
     out = llm.generate([{"prompt_token_ids": list(range(5, 300))}],
-                       SamplingParams(temperature=0, max_tokens=20, prompt_logprobs=0, ignore_eos=True), use_tqdm=False)[0]
+                       SamplingParams(temperature=0, max_tokens=20, prompt_logprobs=0, ignore_eos=True),
+                       use_tqdm=False)[0]
     steps = [next(iter(s.values())).logprob for s in out.prompt_logprobs[1:]]
     print("RESULT", json.dumps([list(out.outputs[0].token_ids), steps, "vllm_ktx.plugin" in sys.modules]))
 """

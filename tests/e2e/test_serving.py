@@ -1,4 +1,4 @@
-"""What vLLM does with requests (chunks, prefixes, samples, preemption, drafts, aborts), on KTX pages, in real engines."""
+"""What vLLM does with requests (chunks, prefixes, samples, preemption, drafts, aborts), on KTX pages."""
 
 import numpy as np
 import pytest
