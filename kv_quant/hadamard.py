@@ -15,7 +15,7 @@ def block_size(head_dim: int) -> int:
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rotates the last dimension of `x` (float32 or float64, any shape). Symmetric: applying it twice gives `x` back."""
+    """Rotates the last dimension of `x` (float32 or float64, any shape). Applying it twice gives `x` back."""
     dim = x.shape[-1]
     size = block_size(dim)
     y = x.reshape(-1, dim // size, size)

@@ -32,7 +32,7 @@ class KtxConfig:
     kernels: `auto` (native where it was built), `native` (or fail), `torch` (slow; for comparison).
     attention: `sparse` or `dense`; unset: sparse, except for format `none`, whose pages have no headers to rank.
     window, sinks, scoring, select, coverage, top_k, global_ratio, min_pages, max_pages, share: which pages a query
-        reads, see `SparseSettings`; unset: its defaults, scoring by headers alone where keys have no scales per channel.
+        reads, see `SparseSettings`; unset: its defaults, scoring by headers where keys have no scales per channel.
     dense_layers: the first layers that read all pages whatever the context.
     audit_rate: share of steps that one layer recomputes densely, to measure what sparsity dropped; 0: none.
     """

@@ -236,8 +236,8 @@ class CpuKernels:
         log-sum-exp; -inf, with an output of zeros, where there was nothing to attend.
 
         `sparse`: which pages each query reads (None: all), by `headers` uint8 [num_blocks, header_bytes]. `dropped`
-        float32 and `pages_read` int32, both [tokens, num_kv_heads], contiguous: the estimated share of softmax mass that
-        was not read, and the context pages that were. `chosen` int32 [tokens, num_kv_heads, any], contiguous: the
+        float32 and `pages_read` int32, both [tokens, num_kv_heads], contiguous: the estimated share of softmax mass
+        that was not read, and the context pages that were. `chosen` int32 [tokens, num_kv_heads, any], contiguous: the
         selected ones beside window and sinks, ascending, -1 behind the last; 64 queries of a prefill block share their
         list, which only the first of them gets.
         """
@@ -281,15 +281,15 @@ class CpuKernels:
             raise ValueError("sparse attention needs headers, which only a quantized format has")
         sparse.check_page_size(layout.page_size)
         if sparse.scoring != "header" and layout.fmt.k_method != "per_channel":
-            raise ValueError(f"scoring {sparse.scoring!r} reads codes by channel: with key_scale={layout.fmt.k_method!r} "
-                             "use scoring 'header'")  # fmt: skip
+            raise ValueError(f"scoring {sparse.scoring!r} reads codes by channel: with key_scale="
+                             f"{layout.fmt.k_method!r} use scoring 'header'")  # fmt: skip
         _check_bytes("headers", headers, layout.header_bytes)
         _check_indices(torch.float32, dropped=dropped)
         _check_indices(torch.int32, pages_read=pages_read, chosen=chosen)
         return abi.SparseArgs(
             headers.data_ptr(), headers.stride(0), sparse.window, sparse.sink_pages(layout.page_size),
-            SCORINGS.index(sparse.scoring), int(sparse.select != "coverage"), sparse.min_pages, sparse.top_k or sparse.cap,
-            sparse.coverage, sparse.global_ratio or 0.0, sparse.share, *SPREAD, *EXPLAINED, 0, _ptr(dropped),
+            SCORINGS.index(sparse.scoring), int(sparse.select != "coverage"), sparse.min_pages,
+            sparse.top_k or sparse.cap, sparse.coverage, sparse.global_ratio or 0.0, sparse.share, *SPREAD, *EXPLAINED, 0, _ptr(dropped),
             _ptr(pages_read), _ptr(chosen), 0 if chosen is None else chosen.shape[-1],
         )  # fmt: skip
 
