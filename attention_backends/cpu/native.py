@@ -289,8 +289,8 @@ class CpuKernels:
         return abi.SparseArgs(
             headers.data_ptr(), headers.stride(0), sparse.window, sparse.sink_pages(layout.page_size),
             SCORINGS.index(sparse.scoring), int(sparse.select != "coverage"), sparse.min_pages,
-            sparse.top_k or sparse.cap, sparse.coverage, sparse.global_ratio or 0.0, sparse.share, *SPREAD, *EXPLAINED, 0, _ptr(dropped),
-            _ptr(pages_read), _ptr(chosen), 0 if chosen is None else chosen.shape[-1],
+            sparse.top_k or sparse.cap, sparse.coverage, sparse.global_ratio or 0.0, sparse.share, *SPREAD, *EXPLAINED,
+            0, _ptr(dropped), _ptr(pages_read), _ptr(chosen), 0 if chosen is None else chosen.shape[-1],
         )  # fmt: skip
 
     def _check_layout(self, layout: PageLayout) -> ctypes._Pointer:
