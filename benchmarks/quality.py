@@ -14,13 +14,16 @@ where a decode step would: every older page, less the residual ones, and its own
 
 On the constructed retrieval models the texts are recall tasks and perplexity is that of the answers. `--stock-rules`
 adds vLLM's own `int4_per_token_head`, simulated (see `stock_rules`).
+
+`--mode sparse` measures what sparse attention adds to a format's error: perplexity, needles, pages read (`sparsity`):
+
+    python -m benchmarks.quality --model smollm2 --mode sparse --format k4v4 --tokens 24576 --text topics,emma --save
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,39 +34,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import cache, corpus, engine, harness, models, tasks
+from benchmarks import corpus, engine, harness, models, sparsity
 from benchmarks.engine import Engine, Scores
-from benchmarks.models import smollm2
 from benchmarks.stock_rules import RULES, simulate
+from benchmarks.workloads import Workload, folder_of, sparse_work, workload
 
 CHUNK = 64  # one page: see above
 FORMATS = ("none", "k8v8", "k8v4", "k4v4")
-QUESTIONS = (
-    "What is gravity, and who first described it?",
-    "Write a short poem about the sea in autumn.",
-    "How do I make an omelette? List the steps.",
-    "Explain to a child why the sky is blue.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "A train leaves at 9:40 and arrives at 13:05. How long is the journey?",
-)
-TASKS = ("Summarize this text.", "What is this text about?", "List three facts from this text.")
-CHAT_LENGTHS = (150, 300, 500, 800, 1200, 1800)
-PLAIN_LENGTHS = (50, 90, 160, 280, 500, 900, 1400, 2000)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Token ids that every engine gets. `scored[i]`: rows of document i's `Scores` that count (None: all)."""
-
-    prompts: list[list[int]]
-    new_tokens: int
-    stop: list[int]
-    documents: list[list[int]]
-    scored: list[list[int] | None]
-
-    @property
-    def max_model_len(self) -> int:
-        return max(max(map(len, self.prompts)) + self.new_tokens, *map(len, self.documents)) + 1
+MODES = ("dense", "sparse")
+CONTEXT = {"dense": 4096, "sparse": 8192}
 
 
 @dataclass(frozen=True)
@@ -87,90 +66,6 @@ def measure(llm: Any, work: Workload, continuations: list[list[int]] | None) -> 
 
 def texts_of(work: Workload, continuations: list[list[int]]) -> list[list[int]]:
     return [prompt + more for prompt, more in zip(work.prompts, continuations, strict=True)]
-
-
-# --- texts ------------------------------------------------------------------------------------------------------------
-
-
-def folder_of(name: str) -> Path:
-    """The folder of a model: `smollm2-s32` is SmolLM2 with the key-outlier fold at scale 32."""
-    fold = re.fullmatch(r"smollm2-s(\d+)", name)
-    if not fold:
-        return models.path(name)
-    scale = float(fold[1])
-    recipe = {"base": smollm2.RECIPE, "key_outliers": scale, "fold": 1}
-    return cache.prepared(name, recipe, partial(models.fold_key_outliers, models.path("smollm2"), scale=scale))
-
-
-def workload(folder: Path, args: argparse.Namespace) -> Workload:
-    variant = folder / "variant.json"
-    if variant.exists():
-        return recall_workload(json.loads(variant.read_text())["vocab"], args)
-    from transformers import AutoTokenizer
-
-    return text_workload(AutoTokenizer.from_pretrained(folder), stop_tokens(folder), args)
-
-
-def stop_tokens(folder: Path) -> list[int]:
-    file = folder / "generation_config.json"
-    stop = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
-    return [] if stop is None else stop if isinstance(stop, list) else [stop]
-
-
-def recall_workload(vocab: int, args: argparse.Namespace) -> Workload:
-    """Needles at all depths to be generated, and documents of records whose answers are scored."""
-    count = args.prompts
-    lengths = np.geomspace(64, 2000, count).astype(int).tolist()
-    size = min(16, args.new_tokens)
-    prompts = [
-        tasks.needle(length, vocab, depth=i / max(1, count - 1), seed=i, size=size).prompt(0)
-        for i, length in enumerate(lengths)
-    ]
-    documents = [
-        tasks.dense_recall(args.context, vocab, queries=args.context // 16, seed=i)
-        for i in range(-(-args.tokens // args.context))
-    ]
-    return Workload(prompts, size, [], [d.ids for d in documents], [d.positions for d in documents])
-
-
-def text_workload(tokenizer: Any, stop: list[int], args: argparse.Namespace) -> Workload:
-    texts = [corpus.text(name) for name in args.text.split(",")]
-    count = -(-args.tokens // args.context)
-    # One token more than the context: the first is not predicted.
-    documents = [passage(tokenizer, texts[i % len(texts)], i / count, args.context + 1) for i in range(count)]
-    return Workload(prompts_of(tokenizer, texts)[: args.prompts], args.new_tokens, stop, documents, [None] * count)
-
-
-def passage(tokenizer: Any, text: str, where: float, tokens: int) -> list[int]:
-    """`tokens` tokens of `text` from the line after the fraction `where` of it."""
-    start = text.index("\n", int(where * (len(text) - 12 * tokens))) + 1
-    ids = tokenizer(text[start : start + 12 * tokens], add_special_tokens=False).input_ids[:tokens]
-    if len(ids) < tokens:
-        raise SystemExit(
-            f"the text has too few tokens for a passage of {tokens}: lower --context or name a longer --text"
-        )
-    return ids
-
-
-def prompts_of(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Twenty: short questions and tasks over passages, in chat form, and passages to continue; long and short mixed."""
-    passages = [*CHAT_LENGTHS, *PLAIN_LENGTHS]
-    parts = [passage(tokenizer, texts[i % len(texts)], (i + 0.5) / len(passages), n) for i, n in enumerate(passages)]
-    chats = [
-        chat(tokenizer, f"{TASKS[i % len(TASKS)]}\n\n{tokenizer.decode(ids)}")
-        for i, ids in enumerate(parts[: len(CHAT_LENGTHS)])
-    ]
-    groups = [[chat(tokenizer, question) for question in QUESTIONS], chats, parts[len(CHAT_LENGTHS) :]]
-    return [group[i] for i in range(len(PLAIN_LENGTHS)) for group in groups if i < len(group)]
-
-
-def chat(tokenizer: Any, content: str) -> list[int]:
-    if not tokenizer.chat_template:
-        return tokenizer(content + "\n\n").input_ids
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-    )
-    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -295,9 +190,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     names = ", ".join((*models.NAMES, "smollm2-s8", "smollm2-s32", "smollm2-s128"))
     options.add_argument("--model", default="smollm2", help=f"{names}, or a model directory")
     options.add_argument("--format", default="k8v4", help=f"one or several, with commas: {', '.join(FORMATS)}")
-    options.add_argument("--mode", default="dense", choices=harness.MODES, help="which pages a query reads")
+    options.add_argument("--mode", default="dense", choices=MODES, help="which pages a query reads")
     options.add_argument("--tokens", type=int, default=8192, help="tokens of text for perplexity")
-    options.add_argument("--context", type=int, default=4096, help="tokens a document")
+    options.add_argument("--context", type=int, help="tokens a document; None: 4096, sparse 8192")
     options.add_argument(
         "--text", default="topics", help=f"where text comes from, with commas: {', '.join(corpus.NAMES)}"
     )
@@ -306,11 +201,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument(
         "--ktx", type=json.loads, default={}, help='further settings of KTX, e.g. {"kernels": "torch"}'
     )
+    options.add_argument("--needles", type=int, default=4, help="sparse: haystacks a length, with five needles each")
+    options.add_argument(
+        "--variant", type=json.loads, action="append", default=[], help="sparse: also with these settings (repeatable)"
+    )
     options.add_argument("--stock-rules", action="store_true", help=f"also simulate {', '.join(RULES)}")
     options.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object")
     options.add_argument("--save", action="store_true", help=f"also write {harness.RESULTS.name}/quality-MODEL.json")
     args = options.parse_args(argv)
     args.formats = args.format.split(",")
+    args.context = args.context or CONTEXT[args.mode]
+    if args.mode == "sparse" and len(args.formats) > 1:
+        options.error(f"--format {args.format}: --mode sparse takes one format")
     for fmt in args.formats:
         if fmt not in FORMATS:
             options.error(f"--format {fmt!r} is unknown: use one of {', '.join(FORMATS)}")
@@ -344,10 +246,25 @@ def timed(what: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def sparse(name: str, folder: Path, args: argparse.Namespace) -> None:
+    work = sparse_work(folder, args)
+    window = args.ktx.get("window", sparsity.DEFAULTS["window"])
+    common = {"model": name, "mode": "sparse", "text": args.text, "context": args.context, "dtype": "float32"}
+    bench = sparsity.Bench(folder, work, args.formats[0], args.context, window)
+    document = sparsity.run(bench, args.ktx, args.variant, {**common, **harness.environment()})
+    sparsity.report(document)
+    if args.save:
+        sparsity.save(name, document)
+    if args.json:
+        print(json.dumps(document))
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     folder = folder_of(args.model)
     name = args.model if "/" not in args.model else folder.name
+    if args.mode == "sparse":
+        return sparse(name, folder, args)
     settings = {"text": args.text, "context": args.context, "chunk": CHUNK, "dtype": "float32", "ktx": args.ktx}
     common = {"model": name, "mode": args.mode, **settings, **harness.environment()}
     session = Session(folder, workload(folder, args), common)
