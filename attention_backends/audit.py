@@ -4,15 +4,18 @@ from __future__ import annotations
 
 
 class Audit:
-    """Says for a share `rate` of steps that they are due, evenly spaced: no random state, the same in every run."""
+    """Picks a share `rate` of steps, evenly spaced: no random state, the same in every run."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
         self._owed = 0.0
+        self._done = 0
 
-    def due(self) -> bool:
+    def next_turn(self, turns: int) -> int | None:
+        """None if the next step is not audited, else whose turn it is: 0 .. turns - 1, one after the other."""
         self._owed += self.rate
         if self._owed < 1.0:
-            return False
+            return None
         self._owed -= 1.0
-        return True
+        self._done += 1
+        return (self._done - 1) % turns

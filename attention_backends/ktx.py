@@ -99,6 +99,11 @@ class KTXBackend(AttentionBackend):
         if spec.state_content_bytes is not None:
             return spec
         assert _seen is not None, "vLLM asked for KTX's page size before it built a KTX layer"
+        if spec.head_size_v != spec.head_size:
+            raise ValueError(
+                f"Attention backend KTX can't serve this model: its values have head size {spec.head_size_v}, its keys "
+                f"{spec.head_size}."
+            )
         layout = page_layout(spec, _seen.fmt, _seen.model_dtype)
         return dataclasses.replace(
             spec,
@@ -132,7 +137,7 @@ class KTXMetadata(AttentionMetadata):
     layout: PageLayout
     sparse: SparseSettings | None
     context_pages: torch.Tensor
-    audit: bool
+    audit: int | None  # which of every AUDITED_LAYERS layers are recomputed densely; None: this step isn't audited
     evict: list[tuple[int, int, int]]
     reopen: list[tuple[int, int]]
     append: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
@@ -206,9 +211,9 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         longest = int((context + cu_q.diff()).max()) if len(context) else 0
         first, last = (0, 0) if sparse is None else sparse.candidates(longest, longest, size)
         if first == last:
-            return {"sparse": None, "context_pages": torch.empty(0, dtype=torch.int64), "audit": False}
+            return {"sparse": None, "context_pages": torch.empty(0, dtype=torch.int64), "audit": None}
         pages = torch.repeat_interleave(-(-context.long() // size), cu_q.diff().long())
-        return {"sparse": sparse, "context_pages": pages, "audit": self.audit.due()}
+        return {"sparse": sparse, "context_pages": pages, "audit": self.audit.next_turn(AUDITED_LAYERS)}
 
 
 def _plan_tensors(plan: StepPlan) -> dict[str, Any]:
@@ -255,7 +260,8 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         vllm_config = get_current_vllm_config()
         config = ktx_config(vllm_config)
         self.dense_layers = config.dense_layers
-        _seen = _Seen(config.kv_format(vllm_config.cache_config.cache_dtype), vllm_config.model_config.dtype)
+        self.model_dtype = vllm_config.model_config.dtype
+        _seen = _Seen(config.kv_format(vllm_config.cache_config.cache_dtype), self.model_dtype)
         self.kernels: Kernels = select_kernels(config.kernels)
         self._memory: _LayerMemory | None = None
 
@@ -300,7 +306,7 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         """Attends the selected pages into `out`, and accounts for what was left out."""
         shape = (meta.num_tokens, self.num_kv_heads)
         dropped, pages_read = torch.empty(shape), torch.empty(shape, dtype=torch.int32)
-        audited = meta.audit and index % AUDITED_LAYERS == STATS.steps % AUDITED_LAYERS
+        audited = meta.audit is not None and index % AUDITED_LAYERS == meta.audit
         lse = torch.empty(meta.num_tokens, self.num_heads) if audited else None
         attend(out, lse=lse, headers=memory.headers, sparse=meta.sparse, dropped=dropped, pages_read=pages_read)
         STATS.record_sparse(index, dropped, pages_read, meta.context_pages)
@@ -312,13 +318,8 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
     def _bind(self, kv_cache: torch.Tensor, meta: KTXMetadata) -> _LayerMemory:
         memory = self._memory
         if memory is None or memory.storage != (kv_cache.data_ptr(), kv_cache.shape[0]):
-            memory = self._memory = _LayerMemory.carve(kv_cache, meta.layout, meta.open_capacity, _seen_dtype())
+            memory = self._memory = _LayerMemory.carve(kv_cache, meta.layout, meta.open_capacity, self.model_dtype)
         return memory
-
-
-def _seen_dtype() -> torch.dtype:
-    assert _seen is not None
-    return _seen.model_dtype
 
 
 @functools.cache

@@ -102,8 +102,12 @@ class OpenPages:
 
     @staticmethod
     def slots_per_row(page_size: int, residual_pages: int, speculative_tokens: int) -> int:
-        """Open slots that one row can need in one step."""
-        return residual_pages + 2 + (-(-speculative_tokens // page_size))
+        """Open slots that one row can need in one step: those it comes with and those it leaves with.
+
+        Its residual before and after the step, the page it was filling and the one it fills now, and the pages that
+        drafts may reach into, twice as well.
+        """
+        return 2 * residual_pages + 2 + 2 * -(-speculative_tokens // page_size)
 
     def plan(
         self,
@@ -176,6 +180,7 @@ class OpenPages:
         offset = context[rows] % self.page_size
         slots = self.slot_of[block_table[rows, context[rows] // self.page_size]]
         inside = (count[rows] == 1) & (slots >= 0) & (offset > 0) & (offset < self.page_size - 1)
+        inside &= self.fill[slots] >= offset  # else the slow path says what is missing
         if inside.any():
             chosen = slots[inside]
             draft.append.append(np.stack((cu_q[rows[inside]], chosen, offset[inside]), axis=1).astype(np.int32))
@@ -194,6 +199,9 @@ class OpenPages:
             if block == NULL_BLOCK:
                 continue
             low, high = max(context, page * size), min(end, (page + 1) * size)
+            if low == page * size and draft.seal_open:
+                # A row before this one took the block, hit in the step that rewrites it, for its old content.
+                draft.seal_open = [sealed for sealed in draft.seal_open if sealed[1] != block]
             sealable = high == (page + 1) * size and high <= horizon
             first_token = token + low - context
             if sealable and low == page * size and page < keep_from:
@@ -253,7 +261,9 @@ class OpenPages:
             return heapq.heappop(self._free)
         idle = np.flatnonzero(self.last_step < self.step)
         if not len(idle):
-            raise PageLost(f"all {self.capacity} open slots are in use by this step: raise the open-slot capacity")
+            raise PageLost(
+                f"all {self.capacity} open slots are in use by this step: OpenPages needs slots_per_row() for each row"
+            )
         # Clean slots first (dropping them is free), then the longest untouched.
         slot = int(idle[np.lexsort((self.last_step[idle], self.dirty[idle]))[0]])
         block = int(self.block_of[slot])

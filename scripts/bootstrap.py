@@ -7,7 +7,7 @@ is skipped while they are unchanged; a second run takes well under a second.
 
 Environment:
   KTX_PYTHON         the interpreter for .venv (3.11 to 3.13); default: this one, else the first found on PATH
-  KTX_DEVICE         cpu or cuda; default: cuda where an NVIDIA driver lists a GPU, else cpu
+  KTX_DEVICE         cpu or cuda; default: cpu, also beside a GPU, as long as KTX has no CUDA kernels
   KTX_TORCH_INDEX    index URL to install torch from. Plain PyPI may serve torch for x86-64 Linux as a CUDA build of
                      some gigabytes; on such a machine set this to the CPU index that PyTorch's install page names
 """
@@ -67,7 +67,10 @@ def find_device() -> str:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
     except OSError:
         listed = ""
-    return "cuda" if "GPU 0" in listed else "cpu"
+    if "GPU 0" in listed:
+        # KTX refuses to run on vLLM's CUDA build until its CUDA kernels exist.
+        print("[install] there is a GPU, but KTX has no CUDA kernels yet: vLLM's CPU build (KTX_DEVICE=cuda overrides)")
+    return "cpu"
 
 
 def run(command: list[str], title: str, started: float) -> None:

@@ -1,6 +1,7 @@
 """Everything that leans on a private or unstable name of vLLM, in one place, for the range of versions it was read on.
 
-Each piece says which upstream behaviour makes it necessary. `tests/test_compat.py` fails when one no longer is.
+Each piece says which upstream behaviour makes it necessary; `tests/vllm_ktx/test_compat.py` fails when one no longer
+is.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from .kv_quant import PRESETS, SCALE_METHODS, KVFormat, parse_format
 FORMAT_OF_CACHE_DTYPE = {"int8_per_token_head": "k8v8", "int4_per_token_head": "k4v4"}
 DEFAULT_FORMAT = "k8v4"
 DEFAULT_PAGE_SIZE = 64
+MAX_PAGE_SIZE = 256  # what the kernels' buffers hold
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,10 @@ class KtxConfig:
                 f"ktx.format={self.format!r} contradicts --kv-cache-dtype {cache_dtype} (which is {asked}): "
                 "set only one"
             )
+        if (self.format or asked) == "none":
+            for name in ("key_scale", "value_scale", "rotate_values", "residual_pages"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"ktx.{name} has no meaning for ktx.format='none': leave it out")
         return parse_format(
             self.format or asked or DEFAULT_FORMAT,
             k_method=self.key_scale,  # type: ignore[arg-type]

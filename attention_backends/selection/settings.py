@@ -100,8 +100,8 @@ def _choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def _count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"ktx.{name}={value!r}: use a whole number, {least} or more")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= UNLIMITED:
+        raise ValueError(f"ktx.{name}={value!r}: use a whole number, {least} or more (up to {UNLIMITED})")
 
 
 def _fraction(name: str, value: Any) -> None:

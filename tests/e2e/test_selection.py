@@ -48,6 +48,7 @@ OFFLINE = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len":
         ({"residual_pages": -1}, {}, "ktx.residual_pages=-1: use a whole number from 0 to 16"),
         ({"format": "k8v8"}, {"kv_cache_dtype": "int4_per_token_head"}, "contradicts --kv-cache-dtype"),
         ({}, {"block_size": 48}, "--block-size 48: KTX needs a multiple of 32"),
+        ({}, {"block_size": 512}, "--block-size 512: KTX needs a multiple of 32 up to 256"),
         ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
         (
             {},

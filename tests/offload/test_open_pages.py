@@ -147,12 +147,50 @@ def test_tiny_capacity_reopens_and_loses_nothing():
     assert engine.pages.take_stats().reopened > 0
 
 
+@pytest.mark.parametrize("residual", [0, 1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("chunk", [PAGE - 1, PAGE, 2 * PAGE + 3, 5 * PAGE])
+def test_slots_per_row_are_enough_for_rows_in_mid_prefill(residual, rows, chunk):
+    engine = Engine(num_blocks=200, rows=rows, residual=residual)
+    for row in range(rows):
+        engine.start(row)
+    for _ in range(6):
+        engine.step(dict.fromkeys(range(rows), chunk))
+    assert engine.pages.take_stats().evicted_partial == 0
+
+
+@pytest.mark.parametrize("drafts", [4, PAGE, 2 * PAGE + 6])
+def test_slots_per_row_are_enough_for_drafts(drafts):
+    engine = Engine(num_blocks=200, rows=2, residual=1, speculative=drafts)
+    for row in range(2):
+        engine.start(row)
+        engine.step({row: PAGE + 5})
+    for _ in range(2 * PAGE):
+        engine.step({0: 1, 1: 1}, drafts={0: drafts, 1: drafts})
+
+
+def test_a_block_hit_in_the_step_that_rewrites_it_shows_the_new_content():
+    """A drafting row leaves a full page that was never sealed; another row gets its block, a third hits it at once."""
+    as32 = lambda x: np.array(x, dtype=np.int32)  # noqa: E731
+    pages, memory = OpenPages(8, 8, PAGE, 0, 2 * PAGE), Memory(8, 8)
+    first = np.arange(1000, 1000 + PAGE + 1)
+    memory.apply(pages.plan(as32([0, PAGE + 1]), as32([0]), as32([[1, 2, 0]]), np.array([False])), first)
+    assert pages.dirty[pages.slot_of[1]], "full, but its tokens may still be drafts"
+    # Row 0 hits block 1 (written by row 1 in this step) and goes on in block 3; row 1 rewrites block 1.
+    fresh = np.concatenate(([5], np.arange(2000, 2000 + PAGE + 3)))
+    table = as32([[1, 3, 0], [1, 4, 0]])
+    plan = pages.plan(as32([0, 1, 1 + PAGE + 3]), as32([PAGE, 0]), table, np.array([False, True]))
+    memory.apply(plan, fresh)
+    assert memory.read(pages, table[0], PAGE).tolist() == list(range(2000, 2000 + PAGE))
+    assert memory.payload[1].tolist() == list(range(2000, 2000 + PAGE))
+
+
 def test_too_many_open_rows_in_one_step_is_refused():
     engine = Engine(rows=4, capacity=2)
     for row in range(4):
         engine.start(row)
-    with pytest.raises(PageLost, match="open-slot capacity"):
-        engine.step({row: 3 for row in range(4)})
+    with pytest.raises(PageLost, match="slots_per_row"):
+        engine.step(dict.fromkeys(range(4), 3))
 
 
 def test_context_that_was_never_written_is_refused():

@@ -34,6 +34,8 @@ def test_everything_has_a_default():
         ({"min_pages": 200}, "raise ktx.max_pages to 200 or lower ktx.min_pages"),
         ({"top_k": 5, "select": "coverage"}, "set ktx.select='top_k' and a value for ktx.top_k, or leave both out"),
         ("k4v4", "must be a mapping"),
+        ({"format": "none", "key_scale": "per_token"}, "ktx.key_scale has no meaning for ktx.format='none'"),
+        ({"max_pages": 2**33}, "ktx.max_pages=8589934592: use a whole number"),
     ],
 )
 def test_errors_name_setting_value_and_fix(settings, message):

@@ -93,7 +93,8 @@ struct BlockChoice {
     with_dtype(a.dtype, [&](auto dt) {
       if (pages > whole) {
         const PageRef ref = page_at(a, row, whole);
-        add_keys<dt.value>(plain_keys(a, ref, kv_head), 0, dim, ref.tokens, sums);
+        if (ref.plain)  // always, but for dummy rows
+          add_keys<dt.value>(plain_keys(a, ref, kv_head), 0, dim, ref.tokens, sums);
       }
       const int64_t at = a.cu_q[row] * a.kv_token_stride + int64_t(kv_head) * dim;
       for (int t = 0; a.k && t < begin; t += kFreshPage)
