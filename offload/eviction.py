@@ -128,7 +128,7 @@ class Attention(EvictionPolicy):
         if self._unit > 1e100:
             self._mass /= self._unit
             self._unit = 1.0
-        self._mass[slots] += mass * self._unit
+        self._mass[slots] += mass.astype(np.float64) * self._unit
 
     def victims(self, count: int, allowed: npt.NDArray[np.bool_]) -> Ints:
         return _least(self._mass, count, allowed)

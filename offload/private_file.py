@@ -57,16 +57,15 @@ def _open_unnamed(folder: Path) -> int:
 
 
 def _take_space(fd: int, folder: Path, size: int) -> None:
-    if _fallocate(fd, 0, 0, size) == 0:
-        return
-    error = ctypes.get_errno()
-    if error in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):  # then at least it must look as if there were room
-        status = os.fstatvfs(fd)
-        if status.f_bavail * status.f_frsize >= size:
+    status = os.fstatvfs(fd)
+    free, error = status.f_bavail * status.f_frsize, errno.ENOSPC
+    if free >= size:  # else the attempt would fill the disk, if only for a moment
+        if _fallocate(fd, 0, 0, size) == 0:
+            return
+        error = ctypes.get_errno()
+        if error in (errno.EOPNOTSUPP, errno.ENOSYS):
             os.ftruncate(fd, size)
             return
-        error = errno.ENOSPC
-    free = os.fstatvfs(fd).f_bavail * os.fstatvfs(fd).f_frsize
     raise CapacityError(
         f"disk tier: {size / 2**30:.2f} GiB can't be taken in ktx.disk_dir={str(folder)!r} ({os.strerror(error)}; "
         f"{free / 2**30:.2f} GiB free): lower ktx.disk_gib, free space, or name another ktx.disk_dir"
