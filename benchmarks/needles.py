@@ -130,9 +130,15 @@ def figures(haystacks: Sequence[Haystack], answers: Sequence[Answers]) -> dict[s
 
 
 def difference(
-    haystacks: Sequence[Haystack], answers: Sequence[Answers], base: Sequence[Answers], beyond: int
+    haystacks: Sequence[Haystack],
+    answers: Sequence[Answers],
+    base: Sequence[Answers],
+    beyond: int,
+    known: Sequence[Answers] | None = None,
 ) -> dict[str, Any]:
     """Nats lost against `base` (paired; positive: less sure) on haystacks longer than `beyond` tokens.
+
+    `known`: whose right answers make up `answerable`, the needles that the model finds at all; None: those of `base`.
 
     `worst_cell`: the largest mean of one (length, depth) pair. `flipped`: answers that only `base` gave, and that it
     didn't give.
@@ -148,9 +154,11 @@ def difference(
     every = np.concatenate(list(lost.values()))
     worst = max(lost, key=lambda cell: lost[cell].mean())
     pairs = [(a[1], b[1]) for cell in lost for a, b in zip(ours[cell], theirs[cell], strict=True)]
+    right = cells(haystacks, base if known is None else known)
+    answerable = every[[good for cell in lost for _, good in right[cell]]]
     return {
-        "nats": float(every.mean()),
-        "nats_stderr": float(every.std(ddof=1) / np.sqrt(len(every))) if len(every) > 1 else None,
+        **mean_of(every, "nats"),
+        "answerable": {**mean_of(answerable, "nats"), "needles": len(answerable)},
         "nats_by_length": {
             length: float(np.concatenate([x for cell, x in lost.items() if cell[0] == length]).mean())
             for length in sorted({length for length, _ in lost})
@@ -160,6 +168,13 @@ def difference(
         "flipped": [sum(b and not a for a, b in pairs), sum(a and not b for a, b in pairs)],
         "needles": len(every),
     }
+
+
+def mean_of(values: np.ndarray, name: str) -> dict[str, float]:
+    """Mean and standard error of a sample; 0 where it is too small for one."""
+    count = len(values)
+    stderr = float(values.std(ddof=1) / np.sqrt(count)) if count > 1 else 0.0
+    return {name: float(values.mean()) if count else 0.0, f"{name}_stderr": stderr}
 
 
 def heat_map(panels: dict[str, dict[str, Any]], file: Path) -> None:
@@ -177,7 +192,7 @@ def heat_map(panels: dict[str, dict[str, Any]], file: Path) -> None:
     for axis, (title, found) in zip(axes[0], panels.items(), strict=True):
         image = axis.imshow(found["nats"], cmap="viridis_r", vmin=0, vmax=high, aspect="auto")
         axis.set_title(title, fontsize=10)
-        axis.set_xticks(range(len(found["lengths"])), [f"{length / 1024:g}K" for length in found["lengths"]])
+        axis.set_xticks(range(len(found["lengths"])), [f"{round(length / 1024, 1):g}K" for length in found["lengths"]])
         axis.set_yticks(range(len(DEPTHS)), [f"{100 * depth:.0f} %" for depth in DEPTHS])
         axis.set_xlabel("prompt, tokens")
         for y, row in enumerate(found["nats"]):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ class Bench:
     fmt: str
     max_model_len: int
     window: int
+    stock: Measured = field(init=False)
 
     def run(self, ktx: dict[str, Any] | None, chunk: int) -> Measured:
         name = "stock vLLM" if ktx is None else f"KTX {json.dumps(ktx)}"
@@ -77,7 +78,7 @@ class Bench:
     def dense(self, chunk: int) -> Measured:
         return self.run({"format": self.fmt, "attention": "dense"}, chunk)
 
-    def sparse(self, settings: dict[str, Any], chunk: int, dense: Measured, stock: Measured) -> dict[str, Any]:
+    def sparse(self, settings: dict[str, Any], chunk: int, dense: Measured) -> dict[str, Any]:
         """One row of the report."""
         rate = min(1.0, AUDIT_ROWS * chunk / 64)
         ktx = {"format": self.fmt, **DEFAULTS, "audit_rate": rate, **settings}
@@ -86,7 +87,7 @@ class Bench:
             "ktx": ktx,
             "chunk": chunk,
             "vs_dense": self.against(found, dense),
-            "vs_stock": self.against(found, stock),
+            "vs_stock": self.against(found, self.stock),
             "needles": needles.figures(self.work.haystacks, found.answers),
             "pages": pages_of(found),
             "audit": audit_of(found.counters),
@@ -94,11 +95,13 @@ class Bench:
         }
 
     def against(self, found: Measured, base: Measured) -> dict[str, Any]:
+        far = [[x[-(len(x) // 4) :] for x in nll] for nll in (found.nll, base.nll)]
         changes = {
             "all": change(found.nll, base.nll),
-            "far": change([x[-(len(x) // 4) :] for x in found.nll], [x[-(len(x) // 4) :] for x in base.nll]),
+            "far": change(*far),
+            "far_by_document": [change([ours], [theirs])["change"] for ours, theirs in zip(*far, strict=True)],
         }
-        lost = needles.difference(self.work.haystacks, found.answers, base.answers, beyond=self.window)
+        lost = needles.difference(self.work.haystacks, found.answers, base.answers, self.window, self.stock.answers)
         return {"perplexity": changes, "needles": lost}
 
 
@@ -147,12 +150,10 @@ def lengths(context: int) -> list[int]:
 
 def run(bench: Bench, settings: dict[str, Any], variants: Sequence[dict[str, Any]], common: dict) -> dict[str, Any]:
     """The whole document: the first row is the default settings at one page a chunk, then big chunks, then variants."""
-    stock = bench.run(None, CHUNKS[0])
+    bench.stock = stock = bench.run(None, CHUNKS[0])
     dense = {chunk: bench.dense(chunk) for chunk in CHUNKS}
-    rows = [bench.sparse(settings, chunk, dense[chunk], stock) for chunk in CHUNKS]
-    rows += [
-        bench.sparse({**settings, **variant}, chunk, dense[chunk], stock) for variant in variants for chunk in CHUNKS
-    ]
+    rows = [bench.sparse(settings, chunk, dense[chunk]) for chunk in CHUNKS]
+    rows += [bench.sparse({**settings, **variant}, chunk, dense[chunk]) for variant in variants for chunk in CHUNKS]
     haystacks = bench.work.haystacks
     return {
         **common,
@@ -193,7 +194,8 @@ def line(name: str, against: dict[str, Any], more: str = "") -> None:
         return f"{100 * x['change']:+.3f} +- {100 * x['stderr']:.3f}"
 
     lost = against["needles"]
-    nats = f"{lost['nats']:+.3f} +- {lost['nats_stderr']:.3f}" if lost else "-"
+    found = lost.get("answerable")
+    nats = f"{found['nats']:+.3f} +- {found['nats_stderr']:.3f}" if found else "-"
     perplexity = against["perplexity"]
     print(f"{name:<28} {percent(perplexity['all']):>16} {percent(perplexity['far']):>16} {nats:>16} {more}")
 

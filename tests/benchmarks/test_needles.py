@@ -50,6 +50,7 @@ def test_differences_are_paired_and_leave_out_prompts_that_fit_the_window():
     assert lost["needles"] == 10 and lost["nats"] == pytest.approx(0.1)
     assert lost["worst_cell"] == {"length": 200, "depth": 1.0, "nats": 0.5}
     assert lost["flipped"] == [1, 1]
+    assert lost["answerable"] == {"nats": 0.0, "nats_stderr": 0.0, "needles": 8}
     assert needles.difference(found, ours, base, beyond=200) == {}
 
 
