@@ -47,53 +47,55 @@ def lists_of(batch, settings, extra):
     return lists
 
 
-def check(batch, settings, isa="", same_choice=1.0, tolerance=None):
-    out, lse, extra = run(batch, settings, isa)
+def pages_in_common(some, others):
+    """How many pages two choices share, and how many the larger one has, list by list."""
+    pairs = [pair for x, y in zip(some, others, strict=True) for pair in zip(x, y, strict=True)]
+    hits = sum(len(set(a.tolist()) & set(b.tolist())) for a, b in pairs)
+    return hits, sum(max(len(a), len(b)) for a, b in pairs)
+
+
+def check(batch, settings, isas=("",), same_choice=1.0):
+    """Choice and output of each instruction set against the oracle, which runs again only where the choice differs."""
     want = oracle(batch, settings)
-    lists = lists_of(batch, settings, extra)
-    assert extra["pages_read"].tolist() == [[len(h) for h in token] for token in lists]
-    given = oracle(batch, settings, lists=lists)
-    compare(out, lse, given.out, given.lse, tolerance or TOLERANCE[out.dtype], f"{isa} {settings}")
-    hits = sum(
-        len(set(a.tolist()) & set(b.tolist()))
-        for x, y in zip(lists, want.lists, strict=True)
-        for a, b in zip(x, y, strict=True)
-    )
-    total = sum(max(len(a), len(b)) for x, y in zip(lists, want.lists, strict=True) for a, b in zip(x, y, strict=True))
-    assert hits >= same_choice * total, f"{hits} of {total} pages as the oracle chose"
-    assert (extra["dropped"].double() - want.dropped).abs().max() < 0.03
+    for isa in isas:
+        out, lse, extra = run(batch, settings, isa)
+        lists = lists_of(batch, settings, extra)
+        assert extra["pages_read"].tolist() == [[len(h) for h in token] for token in lists]
+        hits, total = pages_in_common(lists, want.lists)
+        assert hits >= same_choice * total, f"{isa}: {hits} of {total} pages as the oracle chose"
+        given = want if hits == total else oracle(batch, settings, lists=lists)
+        compare(out, lse, given.out, given.lse, TOLERANCE[out.dtype], f"{isa} {settings}")
+        assert (extra["dropped"].double() - want.dropped).abs().max() < 0.03, isa
     return extra
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("scoring", ["header", "cascade", "codes"])
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "dim"), [(8, 2, 64), (4, 1, 128), (14, 2, 80), (9, 3, 96), (3, 3, 256)]
 )
-def test_decode_rows(isa, scoring, q_heads, kv_heads, dim):
-    rows = [(1, 3000), (1, 64 * 40), (1, 64 * 40 + 1), (1, 200), (1, 0), (3, 64 * 30 - 1)]
+def test_decode_rows(scoring, q_heads, kv_heads, dim):
+    rows = [(1, 2000), (1, 64 * 40), (1, 64 * 40 + 1), (1, 200), (1, 0), (3, 64 * 30 - 1)]
     batch = make_batch(rows, q_heads=q_heads, kv_heads=kv_heads, dim=dim, page_spread=0.7, seed=dim)
     settings = SparseSettings(**SMALL, scoring=scoring, coverage=0.8)
-    extra = check(batch, settings, isa, same_choice=0.999 if scoring == "header" else 0.95)
+    extra = check(batch, settings, ISAS, same_choice=0.999 if scoring == "header" else 0.95)
     assert extra["pages_read"][0].max() <= 12 + 1 + 256 // 64 + 2
     assert extra["pages_read"][3].tolist() == [4] * kv_heads, "a short context is read whole"
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     "fmt", [{}, {"k_bits": 8, "v_bits": 8}, {"k_method": "per_token"}, {"v_method": "per_channel"}]
 )
-@pytest.mark.parametrize("rows", [[(200, 3000)], [(65, 2000), (1, 2500), (64, 64 * 33)], [(300, 63), (130, 4000)]])
-def test_prefill_rows(isa, fmt, rows):
+@pytest.mark.parametrize("rows", [[(140, 2000)], [(65, 2000), (1, 2500), (64, 64 * 33)], [(160, 63), (130, 1900)]])
+def test_prefill_rows(fmt, rows):
     scoring = "header" if "k_method" in fmt else "cascade"
     batch = make_batch(rows, fmt=make_format(**fmt), page_spread=0.7, seed=3)
-    check(batch, SparseSettings(**SMALL, scoring=scoring, coverage=0.8), isa, same_choice=0.95)
+    check(batch, SparseSettings(**SMALL, scoring=scoring, coverage=0.8), ISAS, same_choice=0.95)
 
 
 @pytest.mark.parametrize("page_size", [32, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_page_sizes_and_dtypes(page_size, dtype):
-    batch = make_batch([(1, 3001), (100, 2999)], page_size=page_size, dtype=dtype, page_spread=0.7)
+    batch = make_batch([(1, 2001), (80, 1999)], page_size=page_size, dtype=dtype, page_spread=0.7)
     check(batch, SparseSettings(**SMALL, coverage=0.8), same_choice=0.95)
 
 

@@ -18,6 +18,8 @@ struct BlockChoice {
   int first = 0, count = 0, pages = 0;
   int64_t stride = 0;
   float *q = nullptr, *squares = nullptr;      // [kMeans] vectors
+  int16_t* words = nullptr;                    // the same as scan_headers takes them
+  float steps[2 * kMeans];
   float *known = nullptr, *covered = nullptr;  // [group][kMeans]
   Masses masses{};
 
@@ -40,6 +42,8 @@ struct BlockChoice {
         }
       }
     });
+    for (int m = 0; m < kMeans; m++)
+      fold_header_query(q + m * kQueryStride, dim, words + 2 * m * header_width(dim), steps + 2 * m);
   }
 
   const uint8_t* header(int page) const {
@@ -52,10 +56,15 @@ struct BlockChoice {
     if (top > kNegInf) *known = top + __builtin_logf(__builtin_expf(*known - top) + __builtin_expf(mass - top));
   }
 
-  void add_header(int page, float* sums) const {
-    float mean[kMeans], variance[kMeans];
-    score_header<kMeans>(header(page), dim, q, squares, mean, variance);
-    for (int m = 0; m < kMeans; m++) add_mass(mean[m], variance[m], lay.page_size, sums + m);
+  void add_headers(int from, int to, float* sums) const {
+    constexpr int kSome = 64;
+    alignas(64) float mean[kMeans * kSome], variance[kMeans * kSome];
+    for (; from < to; from += kSome) {
+      const int n = min_of(kSome, to - from);
+      scan_headers<kMeans>([&](int i) { return header(from + i); }, 0, n, n, dim, words, steps, mean, variance, kSome);
+      for (int m = 0; m < kMeans; m++)
+        for (int i = 0; i < n; i++) add_mass(mean[m * kSome + i], variance[m * kSome + i], lay.page_size, sums + m);
+    }
   }
 
   static void add_mass(float mean, float variance, int tokens, float* known) {
@@ -88,8 +97,8 @@ struct BlockChoice {
   void weigh_known(float* sums) const {
     const int whole = a.context[row] / lay.page_size;
     for (int m = 0; m < kMeans; m++) sums[m] = kNegInf;
-    for (int p = 0; p < first; p++) add_header(p, sums);
-    for (int p = first + count; p < whole; p++) add_header(p, sums);
+    add_headers(0, min_of(first, whole), sums);
+    add_headers(first + count, whole, sums);
     with_dtype(a.dtype, [&](auto dt) {
       if (pages > whole) {
         const PageRef ref = page_at(a, row, whole);
@@ -103,15 +112,9 @@ struct BlockChoice {
   }
 
   void score_candidates(int g) {
-    for (int i = 0; i < count; i++) {
-      float mean[kMeans], variance[kMeans];
-      if (i + 4 < count) prefetch_run(header(first + i + 4), lay.header_head_bytes);
-      score_header<kMeans>(header(first + i), dim, q, squares, mean, variance);
-      for (int m = 0; m < kMeans; m++) {
-        masses.log_mass[(g * kMeans + m) * stride + i] = mean[m];
-        masses.shares[(g * kMeans + m) * stride + i] = variance[m];
-      }
-    }
+    const int64_t at = g * kMeans * stride;
+    scan_headers<kMeans>([&](int i) { return header(first + i); }, 0, count, count, dim, words, steps,
+                         masses.log_mass + at, masses.shares + at, stride);
   }
 
   void estimate_masses() {
@@ -136,8 +139,8 @@ struct BlockChoice {
     for (int g = 0; g < group; g++) {
       load_means(g);
       for (int i = 0; i < n; i++) {
-        float mass[kMeans];
-        score_plane0<kMeans>(lay, page(i), page(min_of(i + 1, n - 1)).plane0, q, scratch, mass);
+        alignas(64) float mass[W];
+        score_plane0<kMeans>(lay, page(i), page(min_of(i + 2, n - 1)).plane0, q, scratch, mass);
         for (int m = 0; m < kMeans; m++) masses.shares[(g * kMeans + m) * stride + list[i]] = mass[m];
       }
     }
@@ -163,9 +166,10 @@ struct BlockChoice {
   // The pages to read, ascending, into list (room for the row's pages); returns how many. `most`: the selection's cap.
   int choose_into(int32_t* list, Workspace& ws, int most) {
     stride = (count + 15) / 16 * 16;
-    float* memory = ws.get<float>(kSparseBlock, 2 * kMeans * kQueryStride + 2 * group * kMeans + (2 * group * kMeans + 1) * stride);
+    float* memory = ws.get<float>(kSparseBlock, 3 * kMeans * kQueryStride + 2 * group * kMeans + (2 * group * kMeans + 1) * stride);
     q = memory, squares = q + kMeans * kQueryStride;
-    masses.log_mass = squares + kMeans * kQueryStride;
+    words = reinterpret_cast<int16_t*>(squares + kMeans * kQueryStride);
+    masses.log_mass = squares + 2 * kMeans * kQueryStride;
     masses.shares = masses.log_mass + group * kMeans * stride;
     masses.rank = masses.shares + group * kMeans * stride;
     known = masses.rank + stride, covered = known + group * kMeans;

@@ -11,16 +11,6 @@ namespace KTX_NS {
 
 constexpr float kVarianceShare = 0.7f;
 
-KTX_INLINE vi load_s8(const int8_t* p) {
-#if defined(__AVX512F__)
-  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-#elif defined(__AVX2__)
-  return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-#else
-  return sra<24>(sll<24>(load_u8(reinterpret_cast<const uint8_t*>(p))));
-#endif
-}
-
 KTX_INLINE vf vsqrt(vf x) {
 #if defined(__AVX512F__)
   return _mm512_sqrt_ps(x);
@@ -31,26 +21,119 @@ KTX_INLINE vf vsqrt(vf x) {
 #endif
 }
 
-// Query vectors for header scoring: q times the softmax scale, and its squares; [NR][kQueryStride] each.
-// a[r] = q . mean and v[r] = q^2 . deviation^2 of one kv head's header.
-template <int NR>
-static void score_header(const uint8_t* header, int dim, const float* q, const float* squares, float* a, float* v) {
-  const int8_t *mean = reinterpret_cast<const int8_t*>(header), *deviation = mean + dim;
-  uint16_t scales[2];
-  std::memcpy(scales, header + 2 * dim, 4);
-  vf dot[NR], spread[NR];
-  for (int r = 0; r < NR; r++) dot[r] = spread[r] = zero();
+// ---- headers ------------------------------------------------------------------------------------------------------
+//
+// a = q . mean and v = q^2 . deviation^2 of many pages. Headers are bytes, so the query and its squares are folded into
+// int16 once: pairs of products add up in int32, W pages are summed across lanes together.
+
+#if defined(__AVX512F__)
+KTX_INLINE vi load_s8_words(const int8_t* p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+KTX_INLINE vi load_s8_half(const int8_t* p) {
+  return _mm512_cvtepi8_epi16(_mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+KTX_INLINE vi square_words(vi x) { return _mm512_mullo_epi16(x, x); }
+// Lane i: the sum of x[i]. Every sum is the same tree, so a page's score doesn't depend on its place.
+KTX_INLINE vf sum_each(const vf (&x)[W]) {
+  const auto pairs = [](vf a, vf b) { return _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b); };
+  const auto fours = [](vf a, vf b) {
+    const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)) + _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
+  };
+  const auto blocks = [](vf a, vf b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xDD); };
+  vf four[4];
+  for (int i = 0; i < 4; i++) four[i] = fours(pairs(x[4 * i], x[4 * i + 1]), pairs(x[4 * i + 2], x[4 * i + 3]));
+  return blocks(blocks(four[0], four[1]), blocks(four[2], four[3]));
+}
+#elif defined(__AVX2__)
+KTX_INLINE vi load_s8_words(const int8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+KTX_INLINE vi load_s8_half(const int8_t*) { return _mm256_setzero_si256(); }  // 2 W divides every head_dim
+KTX_INLINE vi square_words(vi x) { return _mm256_mullo_epi16(x, x); }
+KTX_INLINE vf sum_each(const vf (&x)[W]) {
+  vf four[2];
+  for (int i = 0; i < 2; i++)
+    four[i] = _mm256_hadd_ps(_mm256_hadd_ps(x[4 * i], x[4 * i + 1]), _mm256_hadd_ps(x[4 * i + 2], x[4 * i + 3]));
+  return _mm256_permute2f128_ps(four[0], four[1], 0x20) + _mm256_permute2f128_ps(four[0], four[1], 0x31);
+}
+#else
+KTX_INLINE vi load_s8_words(const int8_t* p) {
+  return ieach([=](int i) { return int32_t(uint32_t(uint16_t(p[2 * i])) | uint32_t(uint16_t(p[2 * i + 1])) << 16); });
+}
+KTX_INLINE vi load_s8_half(const int8_t*) { return iset1(0); }
+KTX_INLINE vi square_words(vi x) {
+  const vi low = sra<16>(sll<16>(x)), high = sra<16>(x);
+  return ior(iand(low * low, iset1(0xFFFF)), sll<16>(high * high));
+}
+KTX_INLINE vi dot_words(vi sum, vi a, vi b) {
+  return sum + sra<16>(sll<16>(a)) * sra<16>(sll<16>(b)) + sra<16>(a) * sra<16>(b);
+}
+KTX_INLINE vf sum_each(const vf (&x)[W]) { return each([&](int i) { return hsum(x[i]); }); }
+#endif
+
+// A folded query: `words` holds int16 [2][width], the query and its squares; steps[2] are what one of each is worth.
+KTX_INLINE int header_width(int dim) { return (dim + 31) / 32 * 32; }
+
+static void fold_header_query(const float* q, int dim, int16_t* words, float* steps) {
+  const int width = header_width(dim);
+  vf top = zero(), zeros = zero();
   for (int c = 0; c < dim; c += W) {
-    const vf m = to_float(load_s8(mean + c)), d = to_float(load_s8(deviation + c)), d2 = d * d;
-    for (int r = 0; r < NR; r++) {
-      dot[r] = fmadd(m, load(q + r * kQueryStride + c), dot[r]);
-      spread[r] = fmadd(d2, load(squares + r * kQueryStride + c), spread[r]);
-    }
+    const vf x = load(q + c);
+    top = vmax(as_float(iand(as_int(x), iset1(0x7FFFFFFF))), top);
+    zeros = fmadd(x, zero(), zeros);  // NaN where the query isn't finite
   }
-  const float mean_scale = f16_to_f32(scales[0]), deviation_scale = f16_to_f32(scales[1]);
-  for (int r = 0; r < NR; r++) {
-    a[r] = hsum(dot[r]) * mean_scale;
-    v[r] = hsum(spread[r]) * deviation_scale * deviation_scale;
+  const float largest = hmax(top);
+  const bool finite = hsum(zeros) == 0;
+  // A lane adds up width / W products with squares of deviations, at most 127^2.
+  const float most = min_of(32767.f, 0x1p31f / float(127 * 127) / float(width / W) - 1);
+  const vf inverse = set1(finite && largest > 1e-30f ? 1.f / largest : 0.f);
+  for (int c = 0; c < width; c += W) {
+    const vf x = c < dim ? load(q + c) * inverse : zero();
+    store_low16(reinterpret_cast<uint16_t*>(words) + c, to_int(x * set1(32767.f)));
+    store_low16(reinterpret_cast<uint16_t*>(words) + width + c, to_int(x * x * set1(most)));
+  }
+  steps[0] = finite ? largest / 32767.f : __builtin_nanf("");
+  steps[1] = finite ? largest * largest / most : __builtin_nanf("");
+}
+
+// Scores of pages begin .. end by NR queries folded one after the other, to mean and variance [NR][stride], from [begin]
+// on; up to W - 1 places behind `end` are overwritten. `header(i)` is page i's; pages up to `known` are worth prefetching.
+template <int NR, class F>
+static void scan_headers(F header, int begin, int end, int known, int dim, const int16_t* words, const float* steps,
+                         float* mean, float* variance, int64_t stride) {
+  const int width = header_width(dim);
+  for (int from = begin; from < end; from += W) {
+    const int n = min_of(W, end - from);
+    vf dots[NR][W], spreads[NR][W];
+    alignas(64) float mean_scale[W] = {}, deviation_scale[W] = {};
+    for (int j = 0; j < n; j++) {
+      const uint8_t* at = header(from + j);
+      if (from + j + W < known) prefetch_run(header(from + j + W), 2 * dim + 4);
+      const int8_t *m = reinterpret_cast<const int8_t*>(at), *d = m + dim;
+      vi dot[NR], spread[NR];
+      for (int r = 0; r < NR; r++) dot[r] = spread[r] = iset1(0);
+      for (int c = 0; c < dim; c += 2 * W) {
+        const bool whole = c + 2 * W <= dim;
+        const vi x = whole ? load_s8_words(m + c) : load_s8_half(m + c);
+        const vi y = square_words(whole ? load_s8_words(d + c) : load_s8_half(d + c));
+        for (int r = 0; r < NR; r++) {
+          dot[r] = dot_words(dot[r], x, iload(words + 2 * r * width + c));
+          spread[r] = dot_words(spread[r], y, iload(words + (2 * r + 1) * width + c));
+        }
+      }
+      for (int r = 0; r < NR; r++) dots[r][j] = to_float(dot[r]), spreads[r][j] = to_float(spread[r]);
+      uint16_t scales[2];
+      std::memcpy(scales, at + 2 * dim, 4);
+      mean_scale[j] = f16_to_f32(scales[0]), deviation_scale[j] = f16_to_f32(scales[1]);
+    }
+    const vf by_mean = load(mean_scale), by_deviation = load(deviation_scale);
+    for (int r = 0; r < NR; r++) {
+      for (int j = n; j < W; j++) dots[r][j] = spreads[r][j] = zero();
+      store(mean + r * stride + from, sum_each(dots[r]) * by_mean * set1(steps[2 * r]));
+      store(variance + r * stride + from, sum_each(spreads[r]) * (by_deviation * by_deviation) * set1(steps[2 * r + 1]));
+    }
   }
 }
 
@@ -67,8 +150,21 @@ KTX_INLINE vf header_mass(vf a, vf v, float log_tokens) {
 template <int NR>
 struct ByteQuery {
   alignas(64) int8_t byte[NR][kMaxDim];
-  float step[NR], bias[NR], noise[NR];
+  float step[NR], bias[NR];
+  alignas(64) float noise[W] = {};
 };
+
+// Natural logarithm of positive x to 1e-7 (FreeBSD's logf, its argument reduced to [sqrt(1/2), sqrt(2))); NaN stays.
+KTX_INLINE vf vlog(vf x) {
+  const vi bits = iadd(as_int(x), iset1(0x3F800000 - 0x3F3504F3));
+  const vf k = to_float(isub(sra<23>(bits), iset1(127)));
+  const vf f = as_float(iadd(iand(bits, iset1(0x007FFFFF)), iset1(0x3F3504F3))) - set1(1.f);
+  const vf s = f / (set1(2.f) + f), z = s * s, w = z * z, half = set1(0.5f) * f * f;
+  const vf odd = z * fmadd(w, set1(0.28498786688f), set1(0.66666662693f));
+  const vf even = w * fmadd(w, set1(0.24279078841f), set1(0.40000972152f));
+  const vf low = fmadd(k, set1(9.0580006145e-06f), s * (half + odd + even)) - half + f;
+  return select_nan(x, x, fmadd(k, set1(6.9313812256e-01f), low));
+}
 
 #if defined(__AVX512F__)
 KTX_INLINE vi dot_bytes(vi sum, vi codes, vi query) { return _mm512_dpbusd_epi32(sum, codes, query); }
@@ -96,73 +192,101 @@ template <int NR>
 static void fold_query(const Layout& lay, const HeadPage& page, const float* q, float* scratch, ByteQuery<NR>& out) {
   const int dim = lay.head_dim;
   const float per_step = float(1 << (lay.k_bits - 2));  // codes that one step of the top two bits covers
-  vf low[NR], noise[NR], top[NR], sum[NR];
-  for (int r = 0; r < NR; r++) low[r] = noise[r] = top[r] = sum[r] = zero();
+  vf low[NR], noise[NR], top[NR];
+  unroll<NR>([&](auto r) KTX_LAMBDA { low[r.value] = noise[r.value] = top[r.value] = zero(); });
   for (int c = 0; c < dim; c += W) {
-    const vf scale = load_f16(page.k_scale + c), minimum = load_f16(page.k_min + c);
-    const vf step = scale * set1(per_step), middle = fmadd(scale, set1((per_step - 1) / 2), minimum);
-    for (int r = 0; r < NR; r++) {
-      const vf x = load(q + r * kQueryStride + c), y = x * step;
-      low[r] = fmadd(x, middle, low[r]);
-      noise[r] = fmadd(y, y, noise[r]);
-      sum[r] = sum[r] + y;
-      top[r] = vmax(as_float(iand(as_int(y), iset1(0x7FFFFFFF))), top[r]);
-      store(scratch + r * kQueryStride + c, y);
-    }
+    const vf scale = load_f16(page.k_scale + c), minimum = load_f16(page.k_min + c), step = scale * set1(per_step);
+    // The middle of a step, and 1.5, which codes 0 .. 3 average: what rounding the query took comes back as that.
+    const vf middle = fmadd(scale, set1((per_step - 1) / 2), fmadd(step, set1(1.5f), minimum));
+    unroll<NR>([&](auto r) KTX_LAMBDA {
+      const vf x = load(q + r.value * kQueryStride + c), y = x * step;
+      low[r.value] = fmadd(x, middle, low[r.value]);
+      noise[r.value] = fmadd(y, y, noise[r.value]);
+      top[r.value] = vmax(as_float(iand(as_int(y), iset1(0x7FFFFFFF))), top[r.value]);
+      store(scratch + r.value * kQueryStride + c, y);
+    });
   }
-  for (int r = 0; r < NR; r++) {
-    const float largest = hmax(top[r]);
-    const float step = largest / 127.f, inverse = largest > 0 && largest < 3e38f ? 127.f / largest : 0.f;
-    vi kept = iset1(0);
-    for (int c = 0; c < dim; c += W) {
-      const vi rounded = to_int(load(scratch + r * kQueryStride + c) * set1(inverse));
-      kept = iadd(kept, rounded);
-      store_low8(reinterpret_cast<uint8_t*>(out.byte[r]) + c, rounded);
-    }
-    out.step[r] = step;
-    // Codes average 1.5 of 0 .. 3: what rounding took comes back as that constant.
-    out.bias[r] = hsum(low[r]) + 1.5f * (hsum(sum[r]) - step * hsum(to_float(kept)));
-    out.noise[r] = hsum(noise[r]) / 24;  // half the variance of a uniform error of one step
-  }
+  vf inverse[NR];
+  unroll<NR>([&](auto r) KTX_LAMBDA {
+    const float largest = hmax(top[r.value]);
+    out.step[r.value] = largest / 127.f;
+    inverse[r.value] = set1(largest > 0 && largest < 3e38f ? 127.f / largest : 0.f);
+  });
+  vi kept[NR];
+  unroll<NR>([&](auto r) KTX_LAMBDA { kept[r.value] = iset1(0); });
+  for (int c = 0; c < dim; c += W)
+    unroll<NR>([&](auto r) KTX_LAMBDA {
+      const vi rounded = to_int(load(scratch + r.value * kQueryStride + c) * inverse[r.value]);
+      kept[r.value] = iadd(kept[r.value], rounded);
+      store_low8(reinterpret_cast<uint8_t*>(out.byte[r.value]) + c, rounded);
+    });
+  unroll<NR>([&](auto r) KTX_LAMBDA {
+    out.bias[r.value] = hsum(fmadd(to_float(kept[r.value]), set1(-1.5f * out.step[r.value]), low[r.value]));
+    out.noise[r.value] = hsum(noise[r.value]) * (1.f / 24);  // half the variance of a uniform error of one step
+  });
 }
 
-// Log-mass of one sealed page from its 2-bit keys, by vector. Needs keys scaled per channel.
+// Scores of TV * W tokens from `t0` on, by vector, to scores[NR][kQueryStride].
+template <int NR, int TV>
+static void plane0_scores(const uint8_t* plane0, const uint8_t* next, const ByteQuery<NR>& query, int size, int dim,
+                          int t0, float* scores) {
+  vi sum[NR][TV];
+  unroll<NR * TV>([&](auto n) KTX_LAMBDA { sum[n.value / TV][n.value % TV] = iset1(0); });
+  for (int d4 = 0; d4 < dim / 16; d4++) {
+    const int64_t at = (int64_t(d4) * size + t0) * 4;
+    vi w[TV];
+    unroll<TV>([&](auto v) KTX_LAMBDA { w[v.value] = iload(plane0 + at + v.value * W * 4); });
+    for (int line = 0; line < TV * W * 4; line += 64) __builtin_prefetch(next + at + line, 0, 2);
+    unroll<4>([&](auto k) KTX_LAMBDA {
+      vi codes[TV];
+      unroll<TV>([&](auto v) KTX_LAMBDA { codes[v.value] = iand(srl<2 * k.value>(w[v.value]), iset1(0x03030303)); });
+      unroll<NR>([&](auto r) KTX_LAMBDA {
+        const vi x = broadcast_word(query.byte[r.value] + k.value * (dim / 4) + 4 * d4);
+        unroll<TV>([&](auto v) KTX_LAMBDA {
+          vi& s = sum[r.value][v.value];
+          s = dot_bytes(s, codes[v.value], x);
+        });
+      });
+    });
+  }
+  unroll<NR * TV>([&](auto n) KTX_LAMBDA {
+    constexpr int r = n.value / TV, v = n.value % TV;
+    store(scores + r * kQueryStride + t0 + v * W, fmadd(to_float(sum[r][v]), set1(query.step[r]), set1(query.bias[r])));
+  });
+}
+
+// Log-mass of one sealed page from its 2-bit keys, by vector, to mass[W]. Needs keys scaled per channel. `next`: the plane
+// of a page to come, fetched meanwhile; into the second-level cache, since the first takes in fewer lines at a time.
 template <int NR>
 static void score_plane0(const Layout& lay, const HeadPage& page, const uint8_t* next, const float* q, float* scratch,
                          float* mass) {
+  static_assert(NR <= W, "one vector holds a page's masses");
   constexpr int TV = W == 16 ? 4 : 2;  // token vectors at a time
-  const int dim = lay.head_dim, size = lay.page_size, words = dim / 16;
+  const int dim = lay.head_dim, size = lay.page_size;
   ByteQuery<NR> query;
   fold_query<NR>(lay, page, q, scratch, query);
   float* scores = scratch;  // [NR][kQueryStride], folded queries are done with
-  for (int t0 = 0; t0 < size; t0 += TV * W) {
-    const int vectors = min_of(TV, (size - t0) / W);
-    vi sum[NR][TV];
-    for (int r = 0; r < NR; r++)
-      for (int v = 0; v < TV; v++) sum[r][v] = iset1(0);
-    for (int d4 = 0; d4 < words; d4++) {
-      const int64_t at = (int64_t(d4) * size + t0) * 4;
-      vi w[TV];
-      for (int v = 0; v < TV; v++) w[v] = iload(page.plane0 + at + (v < vectors ? v : 0) * W * 4);
-      for (int line = 0; line < TV * W * 4; line += 64) fetch(next + at + line);
-      unroll<4>([&](auto k) KTX_LAMBDA {
-        vi codes[TV];
-        for (int v = 0; v < TV; v++) codes[v] = iand(srl<2 * k.value>(w[v]), iset1(0x03030303));
-        for (int r = 0; r < NR; r++) {
-          const vi x = broadcast_word(query.byte[r] + k.value * (dim / 4) + 4 * d4);
-          for (int v = 0; v < TV; v++) sum[r][v] = dot_bytes(sum[r][v], codes[v], x);
-        }
-      });
-    }
-    for (int r = 0; r < NR; r++)
-      for (int v = 0; v < vectors; v++)
-        store(scores + r * kQueryStride + t0 + v * W, fmadd(to_float(sum[r][v]), set1(query.step[r]), set1(query.bias[r])));
-  }
-  for (int r = 0; r < NR; r++) {
-    float top, total;
-    weigh(scores + r * kQueryStride, size, 0, &top, &total);
-    mass[r] = top + __builtin_logf(total) + query.noise[r];
-  }
+  int t = 0;
+  for (; t + TV * W <= size; t += TV * W) plane0_scores<NR, TV>(page.plane0, next, query, size, dim, t, scores);
+  for (; t < size; t += 2 * W) plane0_scores<NR, 2>(page.plane0, next, query, size, dim, t, scores);
+  alignas(64) float top[W], total[W];
+  for (int r = NR; r < W; r++) top[r] = 0, total[r] = 1;
+  vf most[NR], sum[NR];
+  unroll<NR>([&](auto r) KTX_LAMBDA { most[r.value] = set1(kNegInf), sum[r.value] = zero(); });
+  for (int i = 0; i < size; i += W)
+    unroll<NR>([&](auto r) KTX_LAMBDA {
+      most[r.value] = vmax(load(scores + r.value * kQueryStride + i), most[r.value]);
+    });
+  unroll<NR>([&](auto r) KTX_LAMBDA {
+    top[r.value] = hmax(most[r.value]);
+    most[r.value] = set1(top[r.value]);
+  });
+  for (int i = 0; i < size; i += W)
+    unroll<NR>([&](auto r) KTX_LAMBDA {
+      sum[r.value] = sum[r.value] + vexp(load(scores + r.value * kQueryStride + i) - most[r.value]);
+    });
+  unroll<NR>([&](auto r) KTX_LAMBDA { total[r.value] = hsum(sum[r.value]); });
+  store(mass, load(top) + vlog(load(total)) + load(query.noise));
 }
 
 }  // namespace KTX_NS

@@ -159,18 +159,23 @@ static float deepening(const SparseArgs& s, const float* a, const float* v, int 
 // Replaces header estimates by what plane 0 said of the pages in `list` (there in m.shares). What it found more than the
 // headers of the same pages said, the other pages are taken to hide too: theirs are raised by that factor, head by head.
 static void join_codes(const Masses& m, const int32_t* list, int n) {
+  const int padded = (m.count + W - 1) / W * W;
+  float* deep = m.rank;  // 1 where codes were read; ranks are made again from what comes out of this
+  for (int i = 0; i < padded; i += W) store(deep + i, zero());
+  for (int i = 0; i < n; i++) deep[list[i]] = 1;
   const auto log_sum = [&](const float* x) {
-    float top = kNegInf, sum = 0;
-    for (int i = 0; i < n; i++) top = x[list[i]] > top ? x[list[i]] : top;
-    for (int i = 0; i < n; i++) sum += __builtin_expf(x[list[i]] - top);
-    return top + __builtin_logf(sum);
+    const auto read = [&](int i) { return select_lt(zero(), load(deep + i), load(x + i), set1(kNegInf)); };
+    vf top = set1(kNegInf), sum = zero();
+    for (int i = 0; i < padded; i += W) top = vmax(read(i), top);
+    const float base = hmax(top);
+    for (int i = 0; i < padded; i += W) sum = sum + vexp(read(i) - set1(base));
+    return base + __builtin_logf(hsum(sum));
   };
   for (int h = 0; h < m.heads; h++) {
     float *mass = m.log_mass + h * m.stride, *codes = m.shares + h * m.stride;
-    const float bias = log_sum(codes) - log_sum(mass);
-    if (bias > 0 && bias < 3e38f)
-      for (int i = 0; i < m.count; i += W) store(mass + i, load(mass + i) + set1(bias));
-    for (int i = 0; i < n; i++) mass[list[i]] = codes[list[i]];
+    const float more = log_sum(codes) - log_sum(mass), bias = more > 0 && more < 3e38f ? more : 0;
+    for (int i = 0; i < padded; i += W)
+      store(mass + i, select_lt(zero(), load(deep + i), load(codes + i), load(mass + i) + set1(bias)));
   }
 }
 

@@ -1,9 +1,9 @@
 // Sparse attention of single queries (decode rows, short rows, the last block of a prefill chunk): sinks, window and fresh
 // tokens always, of the pages between them those that seem to hold the most mass. In phases, each spread over all threads:
 //
+//   0 fold the queries for scanning                                3 score those by plane 0
 //   1 scan the candidates' headers; attend what is always read     4 rank again, choose
-//   2 rank; pick the pages whose plane 0 is worth reading          5 attend the chosen pages
-//   3 score those by plane 0                                       6 join
+//   2 rank; pick the pages whose plane 0 is worth reading          5 attend the chosen pages; 6 join
 //
 // Splits and ranks of a query never depend on the batch or the number of threads, so neither does its result.
 // Included by kernels.inc, behind attend_vectors and finish.
@@ -21,6 +21,8 @@ struct Unit {
   int32_t row, query, first, count;   // candidates: pages first .. first + count
   int32_t pages, reserved;            // of the row's context
   int64_t stride;                     // count rounded up
+  int16_t* words;                     // [num_q_heads][2][header_width]: queries as scan_headers takes them
+  float* steps;                       // [num_q_heads][2]
   float *mean, *variance;             // [num_q_heads][stride]: header scores; then log-mass and shares
   float* rank;                        // [num_kv_heads][stride]
   int32_t* list;                      // [num_kv_heads][stride]: pages to probe, then pages to read (candidate indices)
@@ -63,6 +65,8 @@ struct SparsePlan {
       used += (bytes + 63) / 64 * 64;
       return p;
     };
+    u.words = reinterpret_cast<int16_t*>(take(4 * int64_t(header_width(dim)) * a.num_q_heads));
+    u.steps = reinterpret_cast<float*>(take(8 * a.num_q_heads));
     u.mean = reinterpret_cast<float*>(take(4 * u.stride * a.num_q_heads));
     u.variance = reinterpret_cast<float*>(take(4 * u.stride * a.num_q_heads));
     u.rank = reinterpret_cast<float*>(take(4 * u.stride * heads));
@@ -89,39 +93,34 @@ struct SparsePlan {
     });
   }
 
-  template <int NR>
-  void scan_group(const Unit& u, int kv_head, int g, int begin, int end, const float* q, const float* squares) const {
-    for (int i = begin; i < end; i++) {
-      const uint8_t* at = header(u, i) + kv_head * lay.header_head_bytes;
-      if (i + 4 < end) prefetch_run(header(u, i + 4) + kv_head * lay.header_head_bytes, lay.header_head_bytes);
-      float mean[NR], variance[NR];
-      score_header<NR>(at, dim, q, squares, mean, variance);
-      for (int r = 0; r < NR; r++) {
-        const int64_t to = (kv_head * group + g + r) * u.stride + i;
-        u.mean[to] = mean[r];
-        u.variance[to] = variance[r];
-      }
+  void fold_queries(const Unit& u, int kv_head, Workspace& ws) const {
+    float* q = ws.get<float>(kDecodeQuery, kQueryStride);
+    for (int g = 0; u.count && g < group; g++) {
+      const int head = kv_head * group + g;
+      load_query(u, kv_head, g, 1, q);
+      fold_header_query(q, dim, u.words + int64_t(head) * 2 * header_width(dim), u.steps + 2 * head);
     }
   }
 
-  void scan(const SparseTask& t, Workspace& ws) const {
+  // All heads of a few pages before the next few: their headers lie one behind the other.
+  void scan(const SparseTask& t) const {
     const Unit& u = units[t.unit];
-    float* q = ws.get<float>(kDecodeQuery, 2 * kMaxGroup * kQueryStride);
-    float* squares = q + kMaxGroup * kQueryStride;
-    for (int g = 0; g < group; g += kMaxGroup) {
-      const int n = min_of(kMaxGroup, group - g);
-      load_query(u, t.kv_head, g, n, q);
-      for (int r = 0; r < n; r++)
-        for (int c = 0; c < dim; c += W) {
-          const vf x = load(q + r * kQueryStride + c);
-          store(squares + r * kQueryStride + c, x * x);
-        }
-      switch (n) {
-#define KTX_CASE(N) case N: scan_group<N>(u, t.kv_head, g, t.begin, t.end, q, squares); break
-        KTX_CASE(1); KTX_CASE(2); KTX_CASE(3); KTX_CASE(4);
+    for (int i = t.begin; i < t.end; i += W)
+      for (int h = 0; h < heads; h++) {
+        const auto at = [&](int page) { return header(u, page) + h * lay.header_head_bytes; };
+        for (int g = 0; g < group; g += kMaxGroup) {
+          const int head = h * group + g;
+          const int16_t* words = u.words + int64_t(head) * 2 * header_width(dim);
+          float *mean = u.mean + head * u.stride, *variance = u.variance + head * u.stride;
+          const int end = min_of(i + W, t.end), known = g == 0 ? u.count : 0;
+          switch (min_of(kMaxGroup, group - g)) {
+#define KTX_CASE(N) \
+  case N: scan_headers<N>(at, i, end, known, dim, words, u.steps + 2 * head, mean, variance, u.stride); break
+            KTX_CASE(1); KTX_CASE(2); KTX_CASE(3); KTX_CASE(4);
 #undef KTX_CASE
+          }
+        }
       }
-    }
   }
 
   // Splits of a page list: page i of the list is page_of(i) of the row.
@@ -209,9 +208,9 @@ struct SparsePlan {
       const int n = min_of(kMaxGroup, group - g);
       load_query(u, t.kv_head, g, n, q);
       for (int i = t.begin; i < t.end; i++) {
-        const HeadPage now = page(i), next = page(min_of(i + 1, t.end - 1));
+        const HeadPage now = page(i), next = page(min_of(i + 2, t.end - 1));
         prefetch_run(next.k_scale, 2 * dim), prefetch_run(next.k_min, 2 * dim);
-        float mass[kMaxGroup];
+        alignas(64) float mass[W];
         switch (n) {
 #define KTX_CASE(N) case N: score_plane0<N>(lay, now, next.plane0, q, scratch, mass); break
           KTX_CASE(1); KTX_CASE(2); KTX_CASE(3); KTX_CASE(4);
@@ -265,17 +264,19 @@ struct SparsePlan {
 
   void list_tasks(int phase) {
     num_tasks = 0;
-    for (int i = 0; i < num_units; i++)
+    for (int i = 0; i < num_units; i++) {
+      if (phase == 1) add(i, 0, units[i].count, kScanPages, kScan);
       for (int h = 0; h < heads; h++) {
-        if (phase == 1) add(i, h, always_pages(units[i]), kSplitPages, kAlways), add(i, h, units[i].count, kScanPages, kScan);
+        if (phase == 1) add(i, h, always_pages(units[i]), kSplitPages, kAlways);
         if (phase == 3 && s.scoring != kScoreHeader) add(i, h, units[i].length[h], kProbePages, kProbe);
         if (phase == 5) add(i, h, units[i].length[h], kSplitPages, kChosen);
       }
+    }
   }
 
   void run(const SparseTask& t, Workspace& ws) const {
     const Unit& u = units[t.unit];
-    if (t.kind == kScan) return scan(t, ws);
+    if (t.kind == kScan) return scan(t);
     if (t.kind == kProbe) return probe(t, ws);
     const bool always = t.kind == kAlways;
     const int32_t* list = u.list + t.kv_head * u.stride;
@@ -285,6 +286,8 @@ struct SparsePlan {
 
   // Runs units[0 .. num_units); called by every thread of a team.
   void wave(Workspace& ws) {
+#pragma omp for schedule(dynamic, 1)
+    for (int i = 0; i < num_units * heads; i++) fold_queries(units[i / heads], i % heads, ws);
     for (int phase = 1; phase <= 5; phase += 2) {
 #pragma omp single
       list_tasks(phase);
