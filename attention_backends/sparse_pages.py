@@ -10,8 +10,8 @@ token of a short row; each token of a chunk's last block), a *block decision* th
 - Candidates are ranked by share, summed over the group of query heads, and a selector says how many are read. The share
   that stays unread, averaged over the group, is the row's dropped mass.
 
-A block decision asks with four mean queries of 16 rows each per query head; a head's coverage is the mean over them.
-Its window ends at the block's first token. Fresh tokens before the block count as pages of 64 with exact moments.
+A block decision asks with every fourth row of each query head; a head's coverage is the mean over them. (Means of rows
+would be fewer, but lose the one page that a row copies from: +2.8 % perplexity on SmolLM2 at 8K.) Its window ends at the block's first token. Fresh tokens before the block count as pages of 64 with exact moments.
 
 Imports torch and `kv_quant`, never vLLM.
 """
@@ -31,7 +31,7 @@ from .selection import SELECTORS, ContextPages, Scorer, SparseSettings, make_sco
 from .selection.pages import estimate_mass, moments, rank, shares
 
 BLOCK = 64  # query rows that share one list
-MEAN_ROWS = 16  # rows averaged into one scoring query
+SAMPLE_STEP = 4  # every fourth row of a block is a scoring query
 
 
 class SparseResult(NamedTuple):
@@ -185,8 +185,7 @@ class Sequence:
         tokens, (first, last) = slice(begin, begin + BLOCK), self._range(begin)
         if first == last:
             return self._dense(tokens)
-        q = self._queries(tokens)
-        q = q.reshape(1, BLOCK // MEAN_ROWS, MEAN_ROWS, *q.shape[1:]).mean(2).permute(0, 2, 3, 1, 4)  # [1, H, G, S, D]
+        q = self._queries(tokens)[SAMPLE_STEP - 1 :: SAMPLE_STEP].permute(1, 2, 0, 3).unsqueeze(0)  # [1, H, G, S, D]
         return tokens, *self._select(q, first, last, self._estimate_always(q, begin, first, last))
 
     def _dense(self, tokens: slice) -> Decision:

@@ -1,13 +1,15 @@
-// Page choice for a block of prefill queries: one list per kv head, from the headers, asked by a few mean queries a head.
-// What is read anyway (window, sinks, fresh tokens before the block) is weighed by the same estimate.
+// Page choice for a block of prefill queries: one list per kv head, asked by every fourth query of each head.
+// (Means of queries would be fewer, but lose the one page that a row copies from.) What is read anyway (window, sinks, fresh
+// tokens before the block) is weighed by the headers' estimate.
 #pragma once
 #include "select.h"
 
 namespace KTX_NS {
 
-constexpr int kMeanRows = 16;                    // query tokens averaged into one
-constexpr int kMeans = 64 / kMeanRows;           // mean queries of a block of 64
-constexpr int kFreshPage = 64;                   // fresh tokens weighed as one page
+constexpr int kSampleStep = 4;                                // one query of this many is asked
+constexpr int kSamples = kBlockQueries / kSampleStep;         // of each head
+constexpr int kBatch = 4, kBatches = kSamples / kBatch;       // samples that share each pass over the headers
+constexpr int kFreshPage = 64;                                // fresh tokens weighed as one page
 
 struct BlockChoice {
   const AttentionArgs& a;
@@ -17,32 +19,31 @@ struct BlockChoice {
   const int heads, group, dim;
   int first = 0, count = 0, pages = 0;
   int64_t stride = 0;
-  float *q = nullptr, *squares = nullptr;      // [kMeans] vectors
+  float *q = nullptr, *squares = nullptr;      // [kBatch] vectors
   int16_t* words = nullptr;                    // the same as scan_headers takes them
-  float steps[2 * kMeans];
-  float *known = nullptr, *covered = nullptr;  // [group][kMeans]
+  float steps[2 * kBatch];
+  float *known = nullptr, *covered = nullptr;  // [group][kSamples]
   Masses masses{};
 
   BlockChoice(const AttentionArgs& args, int row_, int head, int from, int to)
       : a(args), s(*args.sparse), lay(*args.layout), row(row_), kv_head(head), begin(from), end(to),
         heads(lay.num_kv_heads), group(a.num_q_heads / heads), dim(lay.head_dim) {}
 
-  // Mean queries of head g, times the softmax scale, and their squares.
-  void load_means(int g) {
+  // Batch i of all heads' samples (kBatches a head), times the softmax scale, and their squares.
+  void load_batch(int i) {
+    const int g = i / kBatches;
     with_dtype(a.dtype, [&](auto dt) {
-      for (int m = 0; m < kMeans; m++) {
-        const int from = begin + m * kMeanRows, rows = kMeanRows;
+      for (int m = 0; m < kBatch; m++) {
+        const int token = begin + (i % kBatches * kBatch + m + 1) * kSampleStep - 1;
+        const int64_t at = (a.cu_q[row] + token) * a.q_token_stride + int64_t(kv_head * group + g) * dim;
         for (int c = 0; c < dim; c += W) {
-          vf sum = zero();
-          for (int t = from; t < from + rows; t++)
-            sum = sum + load_as<dt.value>(a.q, (a.cu_q[row] + t) * a.q_token_stride + int64_t(kv_head * group + g) * dim + c);
-          const vf mean = sum * set1(a.scale / rows);
-          store(q + m * kQueryStride + c, mean);
-          store(squares + m * kQueryStride + c, mean * mean);
+          const vf x = load_as<dt.value>(a.q, at + c) * set1(a.scale);
+          store(q + m * kQueryStride + c, x);
+          store(squares + m * kQueryStride + c, x * x);
         }
       }
     });
-    for (int m = 0; m < kMeans; m++)
+    for (int m = 0; m < kBatch; m++)
       fold_header_query(q + m * kQueryStride, dim, words + 2 * m * header_width(dim), steps + 2 * m);
   }
 
@@ -58,11 +59,11 @@ struct BlockChoice {
 
   void add_headers(int from, int to, float* sums) const {
     constexpr int kSome = 64;
-    alignas(64) float mean[kMeans * kSome], variance[kMeans * kSome];
+    alignas(64) float mean[kBatch * kSome], variance[kBatch * kSome];
     for (; from < to; from += kSome) {
       const int n = min_of(kSome, to - from);
-      scan_headers<kMeans>([&](int i) { return header(from + i); }, 0, n, n, dim, words, steps, mean, variance, kSome);
-      for (int m = 0; m < kMeans; m++)
+      scan_headers<kBatch>([&](int i) { return header(from + i); }, 0, n, n, dim, words, steps, mean, variance, kSome);
+      for (int m = 0; m < kBatch; m++)
         for (int i = 0; i < n; i++) add_mass(mean[m * kSome + i], variance[m * kSome + i], lay.page_size, sums + m);
     }
   }
@@ -76,7 +77,7 @@ struct BlockChoice {
   // Keys `rows` of `stride` elements, weighed by their exact mean and deviation.
   template <int DT>
   void add_keys(const void* keys, int64_t offset, int64_t step, int tokens, float* sums) const {
-    float a_sum[kMeans] = {}, v_sum[kMeans] = {};
+    float a_sum[kBatch] = {}, v_sum[kBatch] = {};
     for (int c = 0; c < dim; c += W) {
       vf sum = zero();
       for (int t = 0; t < tokens; t++) sum = sum + load_as<DT>(keys, offset + t * step + c);
@@ -86,17 +87,17 @@ struct BlockChoice {
         const vf x = load_as<DT>(keys, offset + t * step + c) - mean;
         squares_sum = fmadd(x, x, squares_sum);
       }
-      for (int m = 0; m < kMeans; m++) {
+      for (int m = 0; m < kBatch; m++) {
         a_sum[m] += hsum(mean * load(q + m * kQueryStride + c));
         v_sum[m] += hsum(squares_sum * load(squares + m * kQueryStride + c)) / tokens;
       }
     }
-    for (int m = 0; m < kMeans; m++) add_mass(a_sum[m], v_sum[m], tokens, sums + m);
+    for (int m = 0; m < kBatch; m++) add_mass(a_sum[m], v_sum[m], tokens, sums + m);
   }
 
   void weigh_known(float* sums) const {
     const int whole = a.context[row] / lay.page_size;
-    for (int m = 0; m < kMeans; m++) sums[m] = kNegInf;
+    for (int m = 0; m < kBatch; m++) sums[m] = kNegInf;
     add_headers(0, min_of(first, whole), sums);
     add_headers(first + count, whole, sums);
     with_dtype(a.dtype, [&](auto dt) {
@@ -112,8 +113,8 @@ struct BlockChoice {
   }
 
   void score_candidates(int g) {
-    const int64_t at = g * kMeans * stride;
-    scan_headers<kMeans>([&](int i) { return header(first + i); }, 0, count, count, dim, words, steps,
+    const int64_t at = g * kBatch * stride;
+    scan_headers<kBatch>([&](int i) { return header(first + i); }, 0, count, count, dim, words, steps,
                          masses.log_mass + at, masses.shares + at, stride);
   }
 
@@ -131,34 +132,34 @@ struct BlockChoice {
   // Plane 0 of the pages that headers rank best: its log-masses replace theirs.
   void probe(int32_t* list, int most, Workspace& ws) {
     const int n = best(masses.rank, count, most, list);
-    float* scratch = ws.get<float>(kDecodeScores, kMeans * kQueryStride);
+    float* scratch = ws.get<float>(kDecodeScores, kBatch * kQueryStride);
     const auto page = [&](int i) {
       const int block = a.block_table[int64_t(row) * a.table_stride + first + list[i]];
       return head_page(lay, a.payload + int64_t(a.payload_slot ? a.payload_slot[block] : block) * a.payload_stride, kv_head);
     };
-    for (int g = 0; g < group; g++) {
-      load_means(g);
+    for (int g = 0; g < group * kBatches; g++) {
+      load_batch(g);
       for (int i = 0; i < n; i++) {
         alignas(64) float mass[W];
-        score_plane0<kMeans>(lay, page(i), page(min_of(i + 2, n - 1)).plane0, q, scratch, mass);
-        for (int m = 0; m < kMeans; m++) masses.shares[(g * kMeans + m) * stride + list[i]] = mass[m];
+        score_plane0<kBatch>(lay, page(i), page(min_of(i + 2, n - 1)).plane0, q, scratch, mass);
+        for (int m = 0; m < kBatch; m++) masses.shares[(g * kBatch + m) * stride + list[i]] = mass[m];
       }
     }
     join_codes(masses, list, n);
   }
 
-  // Shares of a head's mean queries -> their mean, so that the group's heads stand as rows 0 .. group.
+  // Shares of a head's samples -> their mean, so that the group's heads stand as rows 0 .. group.
   void average() {
     for (int g = 0; g < group; g++) {
       float* to = masses.shares + g * stride;
       for (int i = 0; i < stride; i += W) {
         vf sum = zero();
-        for (int m = 0; m < kMeans; m++) sum = sum + load(masses.shares + (g * kMeans + m) * stride + i);
-        store(to + i, sum * set1(1.f / kMeans));
+        for (int m = 0; m < kSamples; m++) sum = sum + load(masses.shares + (g * kSamples + m) * stride + i);
+        store(to + i, sum * set1(1.f / kSamples));
       }
       float sum = 0;
-      for (int m = 0; m < kMeans; m++) sum += covered[g * kMeans + m];
-      covered[g] = sum / kMeans;
+      for (int m = 0; m < kSamples; m++) sum += covered[g * kSamples + m];
+      covered[g] = sum / kSamples;
     }
     masses.heads = group;
   }
@@ -166,18 +167,19 @@ struct BlockChoice {
   // The pages to read, ascending, into list (room for the row's pages); returns how many. `most`: the selection's cap.
   int choose_into(int32_t* list, Workspace& ws, int most) {
     stride = (count + 15) / 16 * 16;
-    float* memory = ws.get<float>(kSparseBlock, 3 * kMeans * kQueryStride + 2 * group * kMeans + (2 * group * kMeans + 1) * stride);
-    q = memory, squares = q + kMeans * kQueryStride;
-    words = reinterpret_cast<int16_t*>(squares + kMeans * kQueryStride);
-    masses.log_mass = squares + 2 * kMeans * kQueryStride;
-    masses.shares = masses.log_mass + group * kMeans * stride;
-    masses.rank = masses.shares + group * kMeans * stride;
-    known = masses.rank + stride, covered = known + group * kMeans;
-    masses.count = count, masses.heads = group * kMeans, masses.stride = stride;
-    for (int g = 0; g < group; g++) {
-      load_means(g);
-      weigh_known(known + g * kMeans);
-      score_candidates(g);
+    float* memory = ws.get<float>(kSparseBlock, 3 * kBatch * kQueryStride + 2 * group * kSamples +
+                                                          (2 * group * kSamples + 1) * stride);
+    q = memory, squares = q + kBatch * kQueryStride;
+    words = reinterpret_cast<int16_t*>(squares + kBatch * kQueryStride);
+    masses.log_mass = squares + 2 * kBatch * kQueryStride;
+    masses.shares = masses.log_mass + group * kSamples * stride;
+    masses.rank = masses.shares + group * kSamples * stride;
+    known = masses.rank + stride, covered = known + group * kSamples;
+    masses.count = count, masses.heads = group * kSamples, masses.stride = stride;
+    for (int i = 0; i < group * kBatches; i++) {
+      load_batch(i);
+      weigh_known(known + i * kBatch);
+      score_candidates(i);
     }
     const float depth = s.scoring == kScoreCodes ? 1.f
                         : deepening(s, masses.log_mass, masses.shares, count, masses.heads, stride);
@@ -219,7 +221,7 @@ static int block_pages(const AttentionArgs& a, int row, int kv_head, int begin, 
   }
   BlockChoice choice(a, row, kv_head, begin, end);
   choice.pages = context_pages(a, row);
-  if (end - begin == kMeans * kMeanRows) candidates(a, row, begin, &choice.first, &choice.count);
+  if (end - begin == kBlockQueries) candidates(a, row, begin, &choice.first, &choice.count);
   if (choice.count == 0) {
     for (int p = 0; p < choice.pages; p++) list[p] = p;
     choice.report(choice.pages);
