@@ -11,7 +11,8 @@ token of a short row; each token of a chunk's last block), a *block decision* th
   that stays unread, averaged over the group, is the row's dropped mass.
 
 A block decision asks with every fourth row of each query head; a head's coverage is the mean over them. (Means of rows
-would be fewer, but lose the one page that a row copies from: +2.8 % perplexity on SmolLM2 at 8K.) Its window ends at the block's first token. Fresh tokens before the block count as pages of 64 with exact moments.
+would be fewer, but lose the one page that a row copies from: +2.8 % perplexity on SmolLM2 at 8K.) Its window ends at
+the block's first token. Fresh tokens before the block count as pages of 64 with exact moments.
 
 Imports torch and `kv_quant`, never vLLM.
 """
