@@ -1,5 +1,5 @@
 """OpenPages against a symbolic memory: pages hold token ids, a plan is carried out on them, and every row must read
-back exactly its own tokens. Rows start, grow by chunks, decode, draft and reject, share prefixes, are freed and come back.
+back exactly its own tokens. Rows start, grow by chunks, decode, draft and reject, share prefixes, are freed, come back.
 """
 
 import numpy as np
