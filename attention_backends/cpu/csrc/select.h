@@ -59,8 +59,8 @@ static void share_masses(const Masses& m, const float* known, float* covered) {
   }
 }
 
-// The k-th largest of x[0 .. count) (all >= 0, 0 behind up to a multiple of W), 1 <= k <= count: bisection over bit
-// patterns, which order as the numbers do.
+// A bound that the k largest of x[0 .. count) reach and no others but equals of the k-th (all >= 0, 0 behind up to a
+// multiple of W), 1 <= k <= count: bisection over bit patterns, which order as the numbers do.
 static float kth_largest(const float* x, int count, int k) {
   int32_t low = 0, high = 0x7F7FFFFF;
   while (low < high) {
@@ -69,7 +69,9 @@ static float kth_largest(const float* x, int count, int k) {
     std::memcpy(&bound, &middle, 4);
     vf above = zero();
     for (int i = 0; i < count; i += W) above = above + select_lt(load(x + i), set1(bound), zero(), set1(1.f));
-    if (hsum(above) >= float(k)) low = middle;
+    const float found = hsum(above);
+    if (found == float(k)) return bound;  // parts the k best from the rest as well as the k-th itself
+    if (found > float(k)) low = middle;
     else high = middle - 1;
   }
   float found;
@@ -102,27 +104,25 @@ static int by_rank(const void* x, const void* y) {
   if (a.rank != b.rank) return a.rank < b.rank ? 1 : -1;
   return a.index - b.index;
 }
-static int by_index(const void* x, const void* y) {
-  return *static_cast<const int32_t*>(x) - *static_cast<const int32_t*>(y);
-}
-
 // The pages to read, ascending, into out (room for `most`); `covered` goes from the known share to the covered one.
 static int choose(const Masses& m, int least, int most, float coverage, float* covered, int32_t* out, Ranked* scratch) {
   const int n = best(m.rank, m.count, min_of(most, m.count), out);
   for (int i = 0; i < n; i++) scratch[i] = {m.rank[out[i]], out[i]};
   std::qsort(scratch, n, sizeof(Ranked), by_rank);
-  int taken = 0;
+  int taken = 0, kept = 0;
   const auto enough = [&] {
     for (int h = 0; h < m.heads; h++)
       if (!(covered[h] >= coverage)) return false;
     return true;
   };
   while (taken < n && (taken < least || !enough())) {
-    const int page = scratch[taken].index;
+    const int page = scratch[taken++].index;
     for (int h = 0; h < m.heads; h++) covered[h] += m.shares[h * m.stride + page];
-    out[taken++] = page;
   }
-  std::qsort(out, taken, sizeof(int32_t), by_index);
+  for (int i = 0; i < n && kept < taken; i++) {  // out is in order already: keep what ranks no lower than the last taken
+    const Ranked mine{m.rank[out[i]], out[i]};
+    if (by_rank(&mine, &scratch[taken - 1]) <= 0) out[kept++] = out[i];
+  }
   return taken;
 }
 

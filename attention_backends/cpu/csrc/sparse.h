@@ -14,6 +14,7 @@ namespace KTX_NS {
 
 constexpr int kScanPages = 128;    // candidates of one scanning task
 constexpr int kProbePages = 32;    // pages of one plane-0 task
+constexpr int kFreshLeast = 16, kFreshTokens = 2048;  // fresh tokens worth a pass of their own; of one split of it
 constexpr int64_t kWaveBytes = 64 << 20;  // estimates held at once
 
 // One query token and its candidates.
@@ -28,8 +29,8 @@ struct Unit {
   int32_t* list;                      // [num_kv_heads][stride]: pages to probe, then pages to read (candidate indices)
   int32_t* length;                    // [num_kv_heads]
   float *known, *covered;             // [num_q_heads]: log-mass of what is always read; share covered
-  float* partials;                    // [num_kv_heads][always + most][group][partial stride]
-  int32_t always, splits;             // splits of always-read pages; room for splits
+  float* partials;                    // [num_kv_heads][lead + most][group][partial stride]
+  int32_t fresh, lead, splits;        // splits of fresh tokens; those and of always-read pages; room for splits
 };
 
 struct SparseTask {
@@ -57,8 +58,9 @@ struct SparsePlan {
   // Bytes that a unit's estimates take; `memory` null: only counts.
   int64_t lay_out(Unit& u, char* memory) const {
     u.stride = (u.count + 15) / 16 * 16;
-    u.always = (always_pages(u) + kSplitPages - 1) / kSplitPages;
-    u.splits = u.always + (most(u.pages, u.count) + kSplitPages - 1) / kSplitPages;
+    u.fresh = a.k && u.query >= kFreshLeast ? u.query / kFreshTokens + 1 : 0;
+    u.lead = u.fresh + (always_pages(u) + kSplitPages - 1) / kSplitPages;
+    u.splits = u.lead + (most(u.pages, u.count) + kSplitPages - 1) / kSplitPages;
     int64_t used = 0;
     const auto take = [&](int64_t bytes) {
       char* p = memory ? memory + used : nullptr;
@@ -133,7 +135,41 @@ struct SparsePlan {
                      partials + int64_t(g) * stride, ws);
   }
 
-  // Log-mass of fresh tokens 0 .. query for one query head.
+  // All splits of the fresh tokens: as decode attends pages in the model's dtype.
+  template <int NR, int DT>
+  void attend_fresh_group(const Unit& u, int kv_head, int g, Workspace& ws) const {
+    float* q = ws.get<float>(kDecodeQuery, kMaxGroup * kQueryStride);
+    float* scores = ws.get<float>(kDecodeScores, kMaxGroup * size_t(kScoreStride));
+    float* sums = ws.get<float>(kDecodeAcc, kMaxGroup * size_t(kQueryStride));
+    load_query(u, kv_head, g, NR, q);
+    for (int i = 0; i < u.fresh; i++) {
+      const int64_t first = int64_t(i) * kFreshTokens;
+      const int tokens = min_of(int64_t(kFreshTokens), u.query + 1 - first), padded = (tokens + W - 1) / W * W;
+      const int64_t at = ((a.cu_q[u.row] + first) * a.kv_token_stride + int64_t(kv_head) * dim) * dtype_bytes(DT);
+      score_plain<NR, DT>(static_cast<const char*>(a.k) + at, a.kv_token_stride, tokens, dim, q, scores);
+      float* out = split(u, kv_head, i) + int64_t(g) * stride;
+      for (int r = 0; r < NR; r++) {
+        for (int t = tokens; t < padded; t++) scores[r * kScoreStride + t] = kNegInf;
+        weigh(scores + r * kScoreStride, padded, a.softcap, out + r * stride, out + r * stride + 1);
+        std::memset(sums + r * kQueryStride, 0, dim * sizeof(float));
+      }
+      add_plain<NR, DT>(static_cast<const char*>(a.v) + at, a.kv_token_stride, tokens, dim, scores, sums);
+      for (int r = 0; r < NR; r++)
+        std::memcpy(out + r * stride + kPartialHead, sums + r * kQueryStride, dim * sizeof(float));
+    }
+  }
+
+  void attend_fresh(const Unit& u, int kv_head, Workspace& ws) const {
+    with_dtype(a.dtype, [&](auto dt) {
+      for (int g = 0; g < group; g += kMaxGroup) switch (min_of(kMaxGroup, group - g)) {
+#define KTX_CASE(N) case N: attend_fresh_group<N, dt.value>(u, kv_head, g, ws); break
+        KTX_CASE(1); KTX_CASE(2); KTX_CASE(3); KTX_CASE(4);
+#undef KTX_CASE
+      }
+    });
+  }
+
+  // Log-mass of fresh tokens 0 .. query for one query head, where they are too few for that.
   template <int DT>
   float fresh_mass(const Unit& u, int head) const {
     const int64_t first = a.cu_q[u.row];
@@ -155,8 +191,8 @@ struct SparsePlan {
     for (int g = 0; g < group; g++) {
       const int head = kv_head * group + g;
       float parts[2] = {kNegInf, kNegInf}, sum = 0;
-      with_dtype(a.dtype, [&](auto dt) { parts[0] = fresh_mass<dt.value>(u, head); });
-      for (int i = 0; i < u.always; i++) {
+      if (!u.fresh) with_dtype(a.dtype, [&](auto dt) { parts[0] = fresh_mass<dt.value>(u, head); });
+      for (int i = 0; i < u.lead; i++) {
         const float* p = split(u, kv_head, i) + int64_t(g) * stride;
         if (p[0] > parts[1]) sum *= __builtin_expf(parts[1] - p[0]), parts[1] = p[0];
         if (p[1] > 0) sum += p[1] * __builtin_expf(p[0] - parts[1]);
@@ -189,10 +225,9 @@ struct SparsePlan {
         store(mass + i, first_lanes(u.count - i, header_mass(load(mass + i), load(variance + i), log_tokens), set1(kNegInf)));
       for (int i = (u.count + W - 1) / W * W; i < u.stride; i += W) store(mass + i, set1(kNegInf));
     }
+    if (s.scoring == kScoreHeader) return choose_pages(u, kv_head, ws);
     share_masses(m, u.known + kv_head * group, u.covered + kv_head * group);
-    const int probe = probe_count(depth, u.count);
-    u.length[kv_head] = best(m.rank, u.count, probe, u.list + kv_head * u.stride);
-    if (s.scoring == kScoreHeader) choose_pages(u, kv_head, ws);
+    u.length[kv_head] = best(m.rank, u.count, probe_count(depth, u.count), u.list + kv_head * u.stride);
   }
 
   void probe(const SparseTask& t, Workspace& ws) const {
@@ -244,10 +279,12 @@ struct SparsePlan {
   }
 
   void join(const Unit& u, int kv_head, Workspace& ws) const {
-    const int used = u.always + (u.length[kv_head] + kSplitPages - 1) / kSplitPages;
+    const int used = u.lead + (u.length[kv_head] + kSplitPages - 1) / kSplitPages;
+    AttentionArgs rest = a;  // `finish` attends the fresh tokens that no split holds
+    if (u.fresh) rest.k = rest.v = nullptr;
     for (int g = 0; g < group; g++)
       with_dtype(a.dtype, [&](auto dt) {
-        finish<dt.value>(a, u.row, u.query, kv_head * group + g, split(u, kv_head, 0) + int64_t(g) * stride, used,
+        finish<dt.value>(rest, u.row, u.query, kv_head * group + g, split(u, kv_head, 0) + int64_t(g) * stride, used,
                          int64_t(group) * stride, ws);
       });
   }
@@ -260,14 +297,14 @@ struct SparsePlan {
     }
   }
 
-  enum Kind { kScan, kAlways, kProbe, kChosen };
+  enum Kind { kScan, kFresh, kAlways, kProbe, kChosen };
 
   void list_tasks(int phase) {
     num_tasks = 0;
     for (int i = 0; i < num_units; i++) {
       if (phase == 1) add(i, 0, units[i].count, kScanPages, kScan);
       for (int h = 0; h < heads; h++) {
-        if (phase == 1) add(i, h, always_pages(units[i]), kSplitPages, kAlways);
+        if (phase == 1) add(i, h, units[i].fresh, units[i].fresh, kFresh), add(i, h, always_pages(units[i]), kSplitPages, kAlways);
         if (phase == 3 && s.scoring != kScoreHeader) add(i, h, units[i].length[h], kProbePages, kProbe);
         if (phase == 5) add(i, h, units[i].length[h], kSplitPages, kChosen);
       }
@@ -278,9 +315,10 @@ struct SparsePlan {
     const Unit& u = units[t.unit];
     if (t.kind == kScan) return scan(t);
     if (t.kind == kProbe) return probe(t, ws);
+    if (t.kind == kFresh) return attend_fresh(u, t.kv_head, ws);
     const bool always = t.kind == kAlways;
     const int32_t* list = u.list + t.kv_head * u.stride;
-    float* to = split(u, t.kv_head, t.begin / kSplitPages + (always ? 0 : u.always));
+    float* to = split(u, t.kv_head, t.begin / kSplitPages + (always ? u.fresh : u.lead));
     attend_list(u, t.kv_head, t.begin, t.end, [&](int i) { return always ? always_page(u, i) : u.first + list[i]; }, to, ws);
   }
 
