@@ -16,6 +16,6 @@ class Scorer(Protocol):
         """Log-masses `[R, H, G, S, n]` of candidates `pages` (int64 `[n]`, ascending, whole and sealed).
 
         `q`: queries times the softmax scale, `[R, H, G, S, D]`: R independent decisions for H kv heads, each on behalf
-        of G query heads with S queries (1 in decode, 4 mean queries of a block in prefill). `base` `[R, H, G, S]`:
+        of G query heads with S queries (1 in decode, 16 of a block in prefill). `base` `[R, H, G, S]`:
         log-mass of what is read in any case. A row's result depends on nothing but the row.
         """
