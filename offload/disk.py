@@ -30,6 +30,7 @@ from .tiers import REST, SCORING, Bytes, PageSpec, Tier
 MERGE_BYTES = 1 << 20
 GAP_BYTES = 16 << 10  # read through gaps up to this: a transfer of its own would take longer
 CHUNK_BYTES = 2 << 20
+WARM_BYTES = 256 << 10  # sums and copies take turns on pieces that stay in a core's cache
 NUM_CHUNKS = 8
 IN_FLIGHT = NUM_CHUNKS // 2  # chunks of one caller: two side by side never starve each other
 
@@ -84,7 +85,7 @@ class DiskTier(Tier):
         verify: bool = True,
         merge_bytes: int = MERGE_BYTES,
     ) -> None:
-        self.spec, self._timeout, self._verify, self._merge = spec, timeout, verify, merge_bytes
+        self.spec, self._timeout, self._verify, self.merge_bytes = spec, timeout, verify, merge_bytes
         self.stride = _pad(spec.page_bytes)
         self.fd, self.direct = open_private(folder, self.file_bytes(spec), direct)
         self.engine = make_engine() if engine is None else engine
@@ -142,15 +143,16 @@ class DiskTier(Tier):
             raise TierFault(batch.faults)
 
     def _start(self, batch: _Batch, pages: Ints, rows: Ints, positions: Ints, buffer: Buffer) -> _Chunk:
-        sums = []
+        sums = [np.empty(len(pages), np.uint32) for _ in batch.parts]
         if batch.op == WRITE:
-            staged = self._staged(buffer, len(pages))
-            staged[:, : self.spec.page_bytes] = batch.memory[rows, : self.spec.page_bytes]
-            for part in batch.parts:
-                low, high = self.spec.parts[part]
-                sums.append(self._checksums.sums(part, pages, staged[:, low:high]))
+            staged = self._staged(buffer, len(pages))[:, : self.spec.page_bytes]
+            for piece in self._pieces(len(pages)):
+                staged[piece] = batch.memory[rows[piece], : self.spec.page_bytes]
+                for part in batch.parts:
+                    low, high = self.spec.parts[part]
+                    sums[part][piece] = self._checksums.sums(part, pages[piece], staged[piece, low:high])
         width = batch.end - batch.first
-        most = max(self._merge // self.stride, 1) if self.stride - width <= GAP_BYTES else 1
+        most = max(self.merge_bytes // self.stride, 1) if self.stride - width <= GAP_BYTES else 1
         starts = _run_starts(pages, most)
         counts = np.diff(starts, append=len(pages))
         lengths = (counts - 1) * self.stride + width
@@ -187,21 +189,22 @@ class DiskTier(Tier):
             for part, sums in zip(batch.parts, chunk.sums, strict=True):
                 self._checksums.record(part, chunk.pages[places], sums[places])
             return
-        staged = self._staged(chunk.buffer, len(chunk.pages))
-        staged = staged if len(places) == len(staged) else staged[places]
-        if self._verify:
-            right = np.ones(len(places), bool)
-            for part in batch.parts:
+        every = self._staged(chunk.buffer, len(chunk.pages))
+        first, end = self.spec.parts[batch.parts[0]][0], self.spec.parts[batch.parts[-1]][1]
+        for piece in self._pieces(len(places)):
+            here = places[piece]
+            staged = every[piece] if len(places) == len(every) else every[here]
+            right = np.ones(len(here), bool)
+            for part in batch.parts if self._verify else ():
                 low, high = self.spec.parts[part]
-                right &= self._checksums.matches(part, chunk.pages[places], staged[:, low:high])
+                right &= self._checksums.matches(part, chunk.pages[here], staged[:, low:high])
             if not right.all():
-                for place in places[~right].tolist():
+                for place in here[~right].tolist():
                     layer, block = self.spec.name(int(chunk.pages[place]))
                     fault = PageCorrupt(layer, block, "the bytes on disk don't match their checksum")
                     batch.faults[int(chunk.positions[place])] = fault
-                places, staged = places[right], staged[right]
-        low, high = self.spec.parts[batch.parts[0]][0], self.spec.parts[batch.parts[-1]][1]
-        batch.memory[chunk.rows[places], low:high] = staged[:, low:high]
+                here, staged = here[right], staged[right]
+            batch.memory[chunk.rows[here], first:end] = staged[:, first:end]
 
     def _redo(self, batch: _Batch, chunk: _Chunk, places: Ints) -> Ints:
         """Repeats failed transfers page by page; returns the places that are right now."""
@@ -239,6 +242,10 @@ class DiskTier(Tier):
             else:
                 fault = PageIOError(layer, block, f"short {verb}: {short}")
             batch.faults[position] = fault
+
+    def _pieces(self, count: int) -> list[slice]:
+        size = max(WARM_BYTES // self.stride, 1)
+        return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
     def _staged(self, buffer: Buffer, count: int) -> Bytes:
         return buffer.data[: count * self.stride].reshape(count, self.stride)

@@ -95,7 +95,7 @@ class UringEngine(IoEngine):
                     self._start(batch[start : start + room])
                     start += room
                 elif (left := end - time.monotonic()) > 0:
-                    self._await_completions(left)
+                    self._await_completions(left, min(count - start, self.depth // 4))
                 else:
                     ticket.give_up(start)
                     break
@@ -130,32 +130,34 @@ class UringEngine(IoEngine):
                 left = end - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"{ticket.left} transfers aren't finished after {timeout:.1f} s")
-                self._await_completions(left)
+                self._await_completions(left, min(ticket.left, self.depth // 4))
         return ticket.results
 
-    def _await_completions(self, timeout: float) -> None:
-        """Returns, with the lock held, after some completions or the timeout. Only one thread sleeps in the kernel:
-        else one could take another's completion, and leave it asleep."""
+    def _await_completions(self, timeout: float, count: int = 1) -> None:
+        """Returns, with the lock held, after about `count` completions (few wake-ups, a busy disk) or the timeout.
+
+        Only one thread sleeps in the kernel: else one could take another's completion, and leave it asleep.
+        """
         if self._leader:
             self._lock.wait(timeout)
             return
         self._leader = True
         self._lock.release()
         try:
-            self._sleep(timeout)
+            self._sleep(timeout, max(1, min(count, self._in_flight)))
         finally:
             self._lock.acquire()
             self._leader = False
             self._reap()
             self._lock.notify_all()
 
-    def _sleep(self, timeout: float) -> None:
+    def _sleep(self, timeout: float, count: int) -> None:
         spec = np.array([int(timeout), int(timeout % 1 * 1e9)], np.int64)
         argument = np.zeros(1, _EXT)
         argument["timespec"] = spec.ctypes.data
         code = _syscall(
-            _ENTER, ctypes.c_int(self._fd), ctypes.c_uint(0), ctypes.c_uint(1), ctypes.c_uint(_GETEVENTS | _EXT_ARG),
-            ctypes.c_void_p(argument.ctypes.data), ctypes.c_size_t(_EXT.itemsize),
+            _ENTER, ctypes.c_int(self._fd), ctypes.c_uint(0), ctypes.c_uint(count),
+            ctypes.c_uint(_GETEVENTS | _EXT_ARG), ctypes.c_void_p(argument.ctypes.data), ctypes.c_size_t(_EXT.itemsize),
         )  # fmt: skip
         if code < 0 and (error := ctypes.get_errno()) not in (errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY):
             raise OSError(error, f"io_uring_enter: {os.strerror(error)}")

@@ -24,14 +24,19 @@ class FaultyTier(Tier):
         self.gate.set()
         self.write_gate = threading.Event()
         self.write_gate.set()
+        self.waiting = 0
         self.reads: list[tuple[int, ...]] = []
 
     def read(self, pages, out, rows, parts=SCORING | REST):
-        self.gate.wait(30)
         self.reads.append(tuple(pages.tolist()))
         if self.crash:
             raise self.crash
-        self._some(pages, self.bad_reads, lambda at: self.tier.read(pages[at], out, rows[at], parts))
+        try:
+            self._some(pages, self.bad_reads, lambda at: self.tier.read(pages[at], out, rows[at], parts))
+        finally:  # held back with the bytes of before
+            self.waiting += 1
+            self.gate.wait(30)
+            self.waiting -= 1
 
     def write(self, pages, source, rows):
         self.write_gate.wait(30)

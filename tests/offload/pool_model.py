@@ -34,14 +34,21 @@ class PoolModel:
 
     def step(self) -> None:
         """One random operation."""
-        operations = [self.seal] * 3 + [self.read] * 5 + [self.prefetch] * 2
+        operations = [self.seal] * 8 + [self.read] * 12 + [self.prefetch] * 8
         operations += [self.cancel, self.forget, self.pin, self.weigh, self.forget_then_read]
         if self.faults:
-            operations += [self.inject, self.heal]
+            operations += [self.inject, self.heal] * 2
         operations[self.rng.integers(len(operations))]()
 
     def blocks(self, most: int) -> np.ndarray:
         return self.rng.choice(self.spec.num_blocks, self.rng.integers(1, most + 1), replace=False)
+
+    def known(self, layer: int, most: int) -> np.ndarray:
+        """Blocks that the layer should have, most of the time."""
+        blocks = [block for at, block in self.truth if at == layer]
+        if not blocks or self.rng.random() < 0.1:
+            return self.blocks(most)
+        return self.rng.choice(blocks, min(int(self.rng.integers(1, most + 1)), len(blocks)), replace=False)
 
     def layer(self) -> int:
         return int(self.rng.integers(self.spec.num_layers))
@@ -67,7 +74,8 @@ class PoolModel:
                 self.maybe_lost.add((layer, block))
 
     def read(self) -> None:
-        layer, blocks = self.layer(), self.blocks(self.pool.wave)
+        layer = self.layer()
+        blocks = self.known(layer, self.pool.wave)
         parts = int(self.rng.choice([SCORING, 3]))
         try:
             slots = self.pool.ensure(layer, blocks, parts)
@@ -92,11 +100,10 @@ class PoolModel:
 
     def read_more(self, layer: int) -> None:
         """A second wave while the first is held."""
-        known = [block for (at, block) in self.truth if at == layer][: self.pool.wave]
         try:
-            self.pool.ensure(layer, known)
+            self.pool.ensure(layer, self.known(layer, self.pool.wave))
         except (TierFault, PoolFull):
-            assert self.faults
+            pass  # unknown pages, faults, or two waves beside pinned pages
         self.pool.release(layer)
 
     def explain(self, layer: int, blocks: np.ndarray, fault: TierFault) -> None:
@@ -110,9 +117,9 @@ class PoolModel:
             self.read_faults += 1
 
     def prefetch(self) -> None:
-        self.tickets += self.pool.fetch(
-            self.layer(), self.blocks(self.spec.num_blocks), int(self.rng.choice([SCORING, 3]))
-        )
+        layer = self.layer()
+        blocks = self.known(layer, 2 * self.pool.wave)
+        self.tickets += self.pool.fetch(layer, blocks, int(self.rng.choice([SCORING, 3])))
 
     def cancel(self) -> None:
         self.pool.cancel(self.tickets)

@@ -34,7 +34,7 @@ SPEC = PageSpec(num_blocks=24, num_layers=2, page_bytes=600, scoring_bytes=200)
     seed=st.integers(0, 2**32),
     kind=st.sampled_from(KINDS),
     policy=st.sampled_from(sorted(POLICIES)),
-    slots=st.integers(MIN_SLOTS, 40),
+    slots=st.integers(MIN_SLOTS, 30),
     spec=st.sampled_from([SPLIT, WHOLE_PAGES, SPEC]),
     faults=st.booleans(),
 )
@@ -169,6 +169,20 @@ def test_prefetch_never_waits_and_drops_what_finds_no_room(make) -> None:
     stats = p.pool.take_stats()
     assert stats.prefetched == 5 and stats.prefetch_dropped == len(missing) - 5 and stats.queue_peak == 5
     p.store.gate.set()
+
+
+def test_a_forecast_does_not_push_out_its_own_pages(make) -> None:
+    p = make(slots=16)
+    p.seal(range(24))
+    p.pool.flush()
+    there = np.flatnonzero(p.pool.lookup(0, range(24)) >= 0)
+    missing = np.flatnonzero(p.pool.lookup(0, range(24)) < 0)
+    for start in range(4, 16, 4):  # the first four are now the longest unused
+        p.pool.ensure(0, there[start : start + 4])
+    p.pool.release(0)
+    p.pool.fetch(0, np.concatenate((there[:4], missing[:4])))
+    wait_for(lambda: (p.pool.lookup(0, missing[:4]) >= 0).all())
+    assert (p.pool.lookup(0, there[:4]) >= 0).all()
 
 
 def test_cancel_takes_back_what_was_not_begun(make) -> None:

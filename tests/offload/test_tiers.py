@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -163,6 +164,32 @@ def test_store_refuses_to_be_too_small(tmp_path) -> None:
     with pytest.raises(CapacityError, match=r"ktx.host_gib.*ktx.disk_gib"):
         TieredStore(SPLIT, half.total_bytes - 1, disk)
     disk.close()
+
+
+def test_a_read_that_a_write_overtakes_is_not_kept(tmp_path) -> None:
+    from tests.offload.faulty import FaultyTier
+
+    disk = FaultyTier(DiskTier(SPLIT, tmp_path))
+    store = TieredStore(SPLIT, 8 * SPLIT.page_bytes, disk)
+    page, others, one = np.array([3]), np.arange(20, 60), np.zeros(1, int)
+    store.write(page, content(SPLIT, page, 1), one)
+    store.write(others, content(SPLIT, others), np.arange(40))  # pushes the page out to disk
+    disk.gate.clear()
+    reader = threading.Thread(target=store.read, args=(page, np.zeros((1, SPLIT.page_bytes), np.uint8), one))
+    reader.start()
+    end = time.monotonic() + 20
+    while not disk.waiting and time.monotonic() < end:
+        time.sleep(0.001)
+    # The disk has handed out the old page, which is on its way; new content comes, and goes to disk too.
+    store.write(page, content(SPLIT, page, 2), one)
+    store.write(others, content(SPLIT, others), np.arange(40))
+    store.write(np.array([70]), content(SPLIT, [70]), one)  # leaves clean frames
+    disk.gate.set()
+    reader.join(20)
+    out = np.zeros((1, SPLIT.page_bytes), np.uint8)
+    store.read(page, out, one)
+    assert (out == content(SPLIT, page, 2)).all()
+    store.close()
 
 
 def test_a_working_set_that_fits_host_memory_never_touches_the_disk(tmp_path) -> None:
