@@ -8,10 +8,13 @@ Keys and queries are random, but with what page selection meets in a model:
   and others badly, so that `cascade` reads the codes of about half of the pages, as on SmolLM2 (`selection.py`: 0.50).
 - Query heads of one kv head, and neighbouring tokens, ask for much the same (correlation 0.8 each; what a block of 64
   tokens asks for drifts with correlation 0.9).
-- Queries concentrate: each kv head's are scaled so that its best 10 (first kv head) to 135 (last) pages give every
-  query head of the first token 0.95 of its softmax mass. With the window that makes 75 to 200 pages at 128K; from there
-  down the number falls with the root of the context (SmolLM2 at 8K: 22). They lie anywhere: the window holds no more
-  than its share, which is harder than a model's recency.
+- Queries concentrate: each kv head's are scaled so that its best 135 (first kv head) to 40 (last) pages give every
+  query head of the first token 0.95 of its softmax mass. With the window that makes 105 to 200 pages at 128K; from
+  there down the number falls with the root of the context (SmolLM2 at 8K: 22). They lie anywhere: the window holds no
+  more than its share, which is harder than a model's recency.
+
+Keys within a page are independent here, a model's are not: what INT4 and two-bit codes lose, and so `dropped_true`
+and the errors against dense and unquantized attention, is more than on a model (`quality.py`, `selection.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from vllm_ktx.attention_backends.torch_kernels import TorchKernels
 from vllm_ktx.kv_quant import PageLayout, parse_format
 
 BETWEEN = (0.12, 0.7)  # share of the keys' variance that lies between pages, first and last kv head
-CONCENTRATION = (10, 135)  # pages that give COVERED of the mass at FULL pages, first and last kv head
+CONCENTRATION = (135, 40)  # pages that give COVERED of the mass at FULL pages, first and last kv head
 FULL, LEAST = 2048, 8
 COVERED = 0.95
 TOPIC = 64  # tokens that ask for the same
