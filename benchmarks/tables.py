@@ -81,7 +81,7 @@ def end_to_end() -> str:
 
 def kernels() -> str:
     """The attention step alone, against vLLM's CPU op."""
-    documents = [row for kind in ("decode", "prefill") for d in load(f"{kind}*.json") for row in d.get("rows", [d])]
+    documents = [row for kind in ("decode", "prefill") for d in load(f"{kind}*.json") for row in d.get("results", [d])]
     rows = []
     for d in sorted(documents, key=lambda d: ("chunk" in d, d["mode"], d["context"])):
         what = f"prefill of {d['chunk']}" if d.get("chunk") else "decode"

@@ -103,16 +103,18 @@ class KtxStats:
         """The counters by name."""
         return {name: getattr(self, name) for name in _HELP}
 
-    def publish(self) -> None:
-        """Creates the Prometheus counters (once); called when an engine selects KTX."""
+    def publish(self, registry: Any = None) -> None:
+        """Creates the Prometheus counters (once), in the process's registry if none is given; called when an engine
+        selects KTX."""
         if self._prometheus:
             return
         try:
-            from prometheus_client import Counter
+            from prometheus_client import REGISTRY, Counter
         except ImportError:
             return
         for name, text in _HELP.items():
-            self._prometheus[name] = Counter(f"vllm_ktx:{name}", text, ["layer"] if name in _BY_LAYER else [])
+            labels = ["layer"] if name in _BY_LAYER else []
+            self._prometheus[name] = Counter(f"vllm_ktx:{name}", text, labels, registry=registry or REGISTRY)
 
     def _export(self) -> None:
         for name, counter in self._prometheus.items():

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from prometheus_client import REGISTRY
+from prometheus_client import CollectorRegistry
 
 from vllm_ktx.attention_backends.selection import SparseSettings
 from vllm_ktx.kv_quant import PageLayout, parse_format
@@ -24,17 +24,16 @@ def test_plan_states_bytes_and_capacity():
 
 def test_counters_reach_prometheus_by_layer():
     stats = KtxStats()
-    stats.publish()
+    registry = CollectorRegistry()  # the process's own may have the counters of an engine already
+    stats.publish(registry)
     stats.record_step(np.array([0, 1, 5]), np.array([100, 0]), OpenPageStats(appended_tokens=5, sealed=2))
     pages_read = torch.tensor([[3, 3], [9, 9]], dtype=torch.int32)
     stats.record_sparse(7, torch.full((2, 2), 0.25), pages_read, torch.tensor([9, 9]))
     stats.record_step(np.array([0, 1]), np.array([101]), OpenPageStats())
     assert (stats.decode_tokens, stats.prefill_tokens, stats.steps, stats.sealed) == (2, 4, 2, 2)
     assert stats.sparse_rows == 2 and stats.sparse_pages_context == 18 and stats.dropped_mass == 0.5
-    assert REGISTRY.get_sample_value("vllm_ktx:sealed_total") == 2
-    assert REGISTRY.get_sample_value("vllm_ktx:dropped_mass_total", {"layer": "7"}) == 0.5
-    for counter in stats._prometheus.values():  # the registry is the process's; another test may publish too
-        REGISTRY.unregister(counter)
+    assert registry.get_sample_value("vllm_ktx:sealed_total") == 2
+    assert registry.get_sample_value("vllm_ktx:dropped_mass_total", {"layer": "7"}) == 0.5
 
 
 def test_audit_compares_with_dense():
