@@ -83,8 +83,8 @@ def kernels() -> str:
     """The attention step alone, against vLLM's CPU op."""
     documents = [row for kind in ("decode", "prefill") for d in load(f"{kind}*.json") for row in d.get("results", [d])]
     rows = []
-    for d in sorted(documents, key=lambda d: ("chunk" in d, d["mode"], d["context"])):
-        what = f"prefill of {d['chunk']}" if d.get("chunk") else "decode"
+    for d in sorted(documents, key=lambda d: (d["query_len"], d["context"], d["mode"], d["ms"])):
+        what = f"prefill of {d['query_len']}" if d["query_len"] > 1 else "decode"
         how = d["mode"] if d["mode"] == "dense" else f"{d['mode']}, scored by {d['scoring']}"
         ratios = f"**{d['ratio_cpu_time']:.1f}x** CPU time, {d['ratio_wall']:.1f}x wall"
         times = f"{d['ms']:.2f} against {d['baseline_ms']:.2f} ms"
