@@ -34,7 +34,7 @@ def fio(disk: DiskTier, args: argparse.Namespace, page: int, write: bool) -> flo
     """MB/s of fio."""
     command = [
         "fio", "--name=ktx", f"--filename=/proc/{os.getpid()}/fd/{disk.fd}", f"--size={args.bytes}", f"--bs={page}",
-        "--direct=1",
+        "--direct=1", f"--ramp_time={args.warm_up}",
         f"--rw={'write' if write else 'randread'}", "--ioengine=io_uring", f"--iodepth={args.depth}",
         "--output-format=json", "--time_based", f"--runtime={args.seconds}", "--overwrite=1", "--randrepeat=0",
     ]  # fmt: skip
@@ -49,8 +49,8 @@ def tier(disk: DiskTier, args: argparse.Namespace, write: bool, rng: np.random.G
     """MB/s of the tier; every page's content is checked by its checksum."""
     spec, rows = disk.spec, np.arange(BATCH)
     memory = rng.integers(0, 256, (BATCH, spec.page_bytes), dtype=np.uint8)
-    moved, start = 0, time.perf_counter()
-    while time.perf_counter() - start < args.seconds:
+    moved, start, warm = 0, time.perf_counter(), args.warm_up > 0
+    while True:
         order = np.arange(spec.num_blocks) if write else rng.permutation(spec.num_blocks)
         for first in range(0, spec.num_blocks - BATCH + 1, BATCH):
             if write:
@@ -58,9 +58,11 @@ def tier(disk: DiskTier, args: argparse.Namespace, write: bool, rng: np.random.G
             else:
                 disk.read(order[first : first + BATCH], memory, rows)
             moved += BATCH * spec.page_bytes
-            if time.perf_counter() - start >= args.seconds:
-                break
-    return moved / (time.perf_counter() - start) / 1e6
+            passed = time.perf_counter() - start
+            if warm and passed >= args.warm_up:
+                moved, start, warm = 0, time.perf_counter(), False
+            elif not warm and passed >= args.seconds:
+                return moved / passed / 1e6
 
 
 def compare(folder: Path, args: argparse.Namespace, page: int) -> dict[str, Any]:
@@ -125,6 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--page-kib", default="16,64", help="page sizes, multiples of 4")
     options.add_argument("--depth", type=int, default=64, help="transfers in flight, both sides")
     options.add_argument("--seconds", type=float, default=2.0, help="length of each measurement")
+    options.add_argument("--warm-up", type=float, default=1.0, help="seconds before each, both sides: uses up bursts")
     options.add_argument("--rounds", type=int, default=3, help="measurements of each side, in turns")
     options.add_argument("--engine", default="auto", choices=ENGINES)
     options.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object")

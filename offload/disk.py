@@ -85,7 +85,7 @@ class DiskTier(Tier):
         verify: bool = True,
         merge_bytes: int = MERGE_BYTES,
     ) -> None:
-        self.spec, self._timeout, self._verify, self.merge_bytes = spec, timeout, verify, merge_bytes
+        self.spec, self._timeout, self._verify, self.merge_bytes = spec, timeout, verify, min(merge_bytes, CHUNK_BYTES)
         self.stride = _pad(spec.page_bytes)
         self.fd, self.direct = open_private(folder, self.file_bytes(spec), direct)
         self.engine = make_engine() if engine is None else engine
@@ -124,7 +124,7 @@ class DiskTier(Tier):
         """Moves the pages at `positions`, a few chunks at a time; raises TierFault at the end if pages failed."""
         positions = positions[np.argsort(pages[positions], kind="stable")]
         flying: deque[_Chunk] = deque()
-        for own in _cut(positions, max(CHUNK_BYTES // self.stride, 1)):
+        for own in self._cut(batch, pages, positions):
             buffer = None
             while buffer is None:
                 if len(flying) < IN_FLIGHT:
@@ -142,6 +142,28 @@ class DiskTier(Tier):
         if batch.faults:
             raise TierFault(batch.faults)
 
+    def _cut(self, batch: _Batch, pages: Ints, positions: Ints) -> Iterator[Ints]:
+        """Chunks of sorted positions: what a buffer holds, and not more transfers than half of what the engine has in
+        flight, so that the disk still has the other half to do while a chunk is checked."""
+        bounds = np.append(self._transfers(batch, pages[positions]), len(positions))
+        most, first = max(CHUNK_BYTES // self.stride, 1), 0
+        while first < len(bounds) - 1:
+            fits = int(np.searchsorted(bounds, bounds[first] + most, "right")) - 1
+            last = min(max(fits, first + 1), first + max(self.engine.depth // 2, 1))
+            yield positions[bounds[first] : bounds[last]]
+            first = last
+
+    def _transfers(self, batch: _Batch, pages: Ints) -> Ints:
+        """The first page of each transfer of sorted pages: one that doesn't follow the page before, or would make the
+        transfer too long."""
+        if not len(pages):
+            return pages
+        gap = self.stride - (batch.end - batch.first)
+        most = max(self.merge_bytes // self.stride, 1) if gap <= GAP_BYTES else 1
+        steps = np.flatnonzero(np.diff(pages, prepend=pages[0] - 2) != 1)
+        in_run = np.arange(len(pages)) - np.repeat(steps, np.diff(steps, append=len(pages)))
+        return np.flatnonzero(in_run % most == 0)
+
     def _start(self, batch: _Batch, pages: Ints, rows: Ints, positions: Ints, buffer: Buffer) -> _Chunk:
         sums = [np.empty(len(pages), np.uint32) for _ in batch.parts]
         if batch.op == WRITE:
@@ -152,8 +174,7 @@ class DiskTier(Tier):
                     low, high = self.spec.parts[part]
                     sums[part][piece] = self._checksums.sums(part, pages[piece], staged[piece, low:high])
         width = batch.end - batch.first
-        most = max(self.merge_bytes // self.stride, 1) if self.stride - width <= GAP_BYTES else 1
-        starts = _run_starts(pages, most)
+        starts = self._transfers(batch, pages)
         counts = np.diff(starts, append=len(pages))
         lengths = (counts - 1) * self.stride + width
         offsets = pages[starts] * self.stride + batch.first
@@ -249,18 +270,6 @@ class DiskTier(Tier):
 
     def _staged(self, buffer: Buffer, count: int) -> Bytes:
         return buffer.data[: count * self.stride].reshape(count, self.stride)
-
-
-def _cut(positions: Ints, size: int) -> Iterator[Ints]:
-    for start in range(0, len(positions), size):
-        yield positions[start : start + size]
-
-
-def _run_starts(pages: Ints, most: int) -> Ints:
-    """Where transfers start: at a page that doesn't follow the one before, and after `most` pages."""
-    steps = np.flatnonzero(np.diff(pages, prepend=pages[0] - 2) != 1)
-    in_run = np.arange(len(pages)) - np.repeat(steps, np.diff(steps, append=len(pages)))
-    return np.flatnonzero(in_run % most == 0)
 
 
 def _left(deadline: float) -> float:
