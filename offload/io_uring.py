@@ -23,6 +23,7 @@ _OP_READ, _OP_WRITE = 22, 23
 _OFF_SQ_RING, _OFF_CQ_RING, _OFF_SQES = 0, 0x8000000, 0x10000000
 _FEATURES = 1 | 1 << 1 | 1 << 8  # one mapping for both rings, no lost completions, timeouts on enter (Linux 5.11)
 _GETEVENTS, _EXT_ARG = 1, 1 << 3
+BATCH_SECONDS = 0.005
 CLOSE_SECONDS = 5.0  # a disk that hangs is left behind
 
 _RING = [(name, "u4") for name in ("head", "tail", "mask", "entries", "a", "b", "c", "d")] + [("user", "u8")]
@@ -120,6 +121,7 @@ class UringEngine(IoEngine):
             error = ctypes.get_errno()
             if error not in (errno.EINTR, errno.EAGAIN, errno.EBUSY):
                 raise OSError(error, f"io_uring_enter: {os.strerror(error)}")
+            self._lock.wait(0.001)  # the kernel is short of memory for the moment
             self._reap()
 
     def wait(self, ticket: Ticket, timeout: float) -> Ints:
@@ -136,7 +138,8 @@ class UringEngine(IoEngine):
     def _await_completions(self, timeout: float, count: int = 1) -> None:
         """Returns, with the lock held, after about `count` completions (few wake-ups, a busy disk) or the timeout.
 
-        Only one thread sleeps in the kernel: else one could take another's completion, and leave it asleep.
+        Only one thread sleeps in the kernel, and only it takes completions meanwhile: else another could take those
+        that it is about to sleep for, and leave it asleep.
         """
         if self._leader:
             self._lock.wait(timeout)
@@ -144,7 +147,9 @@ class UringEngine(IoEngine):
         self._leader = True
         self._lock.release()
         try:
-            self._sleep(timeout, max(1, min(count, self._in_flight)))
+            count = max(1, min(count, self._in_flight))
+            # A batch is a hint: one transfer that hangs must not keep the others' results from their threads.
+            self._sleep(timeout if count == 1 else min(timeout, BATCH_SECONDS), count)
         finally:
             self._lock.acquire()
             self._leader = False
@@ -163,7 +168,9 @@ class UringEngine(IoEngine):
             raise OSError(error, f"io_uring_enter: {os.strerror(error)}")
 
     def _reap(self) -> None:
-        """Hands finished transfers to their tickets; the lock is held."""
+        """Hands finished transfers to their tickets, unless that is the leader's to do; the lock is held."""
+        if self._leader:
+            return
         head, tail = int(self._cq_head[0]), int(self._cq_tail[0])
         count = (tail - head) & 0xFFFFFFFF
         if not count:

@@ -41,7 +41,8 @@ class PoolModel:
         operations[self.rng.integers(len(operations))]()
 
     def blocks(self, most: int) -> np.ndarray:
-        return self.rng.choice(self.spec.num_blocks, self.rng.integers(1, most + 1), replace=False)
+        count = int(self.rng.integers(1, min(most, self.spec.num_blocks) + 1))
+        return self.rng.choice(self.spec.num_blocks, count, replace=False)
 
     def known(self, layer: int, most: int) -> np.ndarray:
         """Blocks that the layer should have, most of the time."""

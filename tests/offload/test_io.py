@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -111,6 +112,57 @@ def test_threads_share_an_engine(engine, file) -> None:
         thread.join(60)
         assert not thread.is_alive(), "a thread hangs"
     assert not problems
+
+
+def test_a_thread_takes_nothing_that_another_is_about_to_sleep_for(engine, file, monkeypatch) -> None:
+    if engine.name == "threads":
+        pytest.skip("only a ring has completions to take")
+    _, address = buffer(4096)
+    ticket = engine.submit(READ, file, np.array([0]), np.array([address]), np.array([4096]))
+    sleep = engine._sleep
+
+    def meddle(timeout: float, count: int) -> None:
+        time.sleep(0.05)  # the transfer is done by now, and the lock is free
+        other = threading.Thread(target=engine.poll, args=(ticket,))
+        other.start()
+        other.join()
+        sleep(timeout, count)
+
+    monkeypatch.setattr(engine, "_sleep", meddle)
+    monkeypatch.setattr(type(engine), "_reap", _skip_first(type(engine)._reap))
+    start = time.monotonic()
+    assert engine.wait(ticket, 5)[0] == 4096
+    assert time.monotonic() - start < 2
+
+
+def _skip_first(reap):
+    calls = []
+
+    def late(self) -> None:  # the first look, before the wait, finds nothing
+        calls.append(self)
+        if len(calls) > 1:
+            reap(self)
+
+    return late
+
+
+def test_one_transfer_that_hangs_does_not_hold_up_the_others(engine, file) -> None:
+    if engine.name == "threads":
+        pytest.skip("pread doesn't read pipes")
+    _, address = buffer(4096)
+    pipe = os.pipe()
+    hanging = engine.submit(READ, pipe[0], np.full(4, -1), np.full(4, address), np.full(4, 100))
+    waiter = threading.Thread(target=engine.wait, args=(hanging, 30))
+    waiter.start()
+    start = time.monotonic()
+    for _ in range(20):
+        engine.wait(engine.submit(READ, file, np.array([0]), np.array([address]), np.array([4096])), 10)
+    assert time.monotonic() - start < 5
+    os.write(pipe[1], b"x" * 400)
+    waiter.join(30)
+    assert hanging.done
+    for fd in pipe:
+        os.close(fd)
 
 
 def test_an_unknown_engine_is_named() -> None:
