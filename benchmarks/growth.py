@@ -2,12 +2,14 @@
 
 python -m benchmarks.growth [--contexts 8192,131072,1048576] [--shape llama-3.1-8b] [--json] [--save growth]
 
-One attention layer, one sequence, CPU time. The parts of a sparse decode step are differences of medians between calls
-that run in turns, each behind a pass over other memory, so that no cache keeps what a step of a model would read again:
+One attention layer, one sequence, one thread, CPU time: the lower quartile, since other processes only ever add. The
+parts of a sparse decode step are differences between calls that run in turns, each behind a pass over other memory, so
+that no cache keeps what a step of a model would read again:
 
-    pages   attention over the pages that were read, and the join: a dense step over as many pages, picked at random
-    scan    a step with `header` scoring less its pages: reading all headers, ranking, choosing
-    probes  what a step with `cascade` scoring costs beyond its own pages and that scan: two-bit codes, ranking again
+    scan    a step that selects one page by `header` scoring, less a dense step over as many pages as it reads (which
+            are sinks and window): reading all headers, ranking, choosing
+    probes  what a step that selects one page costs more with `cascade` scoring: two-bit codes, ranking again
+    pages   the rest of a `cascade` step: attention over the pages that were read, and the join
 
 `scan_gb_s` is the headers' bytes over all of `scan`, so less than what the scan alone reaches; `memory_gb_s` is what
 one thread reads from memory at best (`harness.read_bandwidth`), measured at the same context. vLLM's op is measured up
@@ -17,7 +19,6 @@ to --stock-up-to tokens: at 1M its cache alone takes 4.3 GB. Prefill is one chun
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +37,7 @@ PARTS = ("pages", "scan", "probes")
 
 
 def in_turns(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Median CPU ms of each call."""
+    """CPU ms of each call, the lower quartile."""
     flush, times = torch.ones(FLUSH), {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
@@ -44,46 +45,42 @@ def in_turns(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, flo
             start = time.process_time()
             call()
             times[name].append(1e3 * (time.process_time() - start))
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
+    return {name: sorted(values[1:])[(len(values) - 1) // 4] for name, values in times.items()}
 
 
-def step(problem: Problem, kernels: Any, scoring: str | None, pages: int | None = None) -> Callable[[], None]:
-    """One call of the kernels: sparse by `scoring`, or dense, over the first `pages` of the block table if given."""
+def step(problem: Problem, kernels: Any, settings: SparseSettings | None, pages: int = 0) -> Callable[[], None]:
+    """One call of the kernels: sparse, or dense, over the first `pages` of the block table if given."""
     out, inputs = torch.empty_like(problem.q), problem.kernel_inputs()
-    if pages is not None:
-        context = torch.tensor([min(problem.context, pages * problem.layout.page_size)], dtype=torch.int32)
-        inputs |= {"context": context}
-    if scoring is not None:
-        settings = SparseSettings(scoring=scoring)
+    if pages:
+        tokens = min(problem.context, pages * problem.layout.page_size)
+        inputs |= {"context": torch.tensor([tokens], dtype=torch.int32)}
+    if settings is not None:
         inputs |= {"sparse": settings, "headers": problem.headers, **harness.counters(problem)}
     return lambda: kernels.attention(problem.layout, out=out, num_threads=1, **inputs)
 
 
-def read_by(problem: Problem, kernels: Any, scoring: str) -> tuple[float, float]:
+def read_by(problem: Problem, kernels: Any, settings: SparseSettings) -> tuple[float, float]:
     """Pages that a kv head reads, and the estimated dropped mass, means over heads."""
-    counters = harness.counters(problem)
-    kernels.attention(
-        problem.layout,
-        out=torch.empty_like(problem.q),
-        sparse=SparseSettings(scoring=scoring),
-        headers=problem.headers,
-        **counters,
-        **problem.kernel_inputs(),
-    )
+    counters, out = harness.counters(problem), torch.empty_like(problem.q)
+    more = {"sparse": settings, "headers": problem.headers, **counters}
+    kernels.attention(problem.layout, out=out, **more, **problem.kernel_inputs())
     return float(counters["pages_read"].float().mean()), float(counters["dropped"].mean())
 
 
 def decode(problem: Problem, kernels: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Costs of one decoded token, by part."""
-    read = {scoring: read_by(problem, kernels, scoring) for scoring in ("header", "cascade")}
-    calls = {scoring: step(problem, kernels, scoring) for scoring in read}
-    calls |= {f"{name} pages": step(problem, kernels, None, round(pages)) for name, (pages, _) in read.items()}
-    stock = baseline.VllmAttention(problem) if problem.context <= args.stock_up_to else None
-    if stock is not None:
-        calls |= {"dense": step(problem, kernels, None), "stock": stock}
+    settings = {scoring: SparseSettings(scoring=scoring) for scoring in ("header", "cascade")}
+    read = {name: read_by(problem, kernels, own) for name, own in settings.items()}
+    for scoring in ("header", "cascade"):
+        settings[f"{scoring} one"] = SparseSettings(scoring=scoring, select="top_k", top_k=1)
+    calls = {name: step(problem, kernels, own) for name, own in settings.items()}
+    always = round(read_by(problem, kernels, settings["header one"])[0])
+    calls["always"] = step(problem, kernels, None, always)
+    if problem.context <= args.stock_up_to:
+        calls |= {"dense": step(problem, kernels, None), "stock": baseline.VllmAttention(problem)}
     cost = in_turns(calls, args.rounds)
-    scan = max(0.0, cost["header"] - cost["header pages"])
-    probes = max(0.0, cost["cascade"] - cost["cascade pages"] - scan)
+    scan = max(0.0, cost["header one"] - cost["always"])
+    probes = max(0.0, cost["cascade one"] - cost["header one"])
     header_bytes = problem.layout.header_bytes * (problem.context // problem.layout.page_size)
     return {
         "context": problem.context,
@@ -93,9 +90,8 @@ def decode(problem: Problem, kernels: Any, args: argparse.Namespace) -> dict[str
         "stock_ms": cost.get("stock"),
         "scan_ms": scan,
         "probes_ms": probes,
-        "pages_ms": cost["cascade pages"],
-        "header_pages_ms": cost["header pages"],
-        "pages_read": {name: pages for name, (pages, _) in read.items()},
+        "pages_ms": max(0.0, cost["cascade"] - scan - probes),
+        "pages_read": {name: pages for name, (pages, _) in read.items()} | {"always": always},
         "dropped": {name: dropped for name, (_, dropped) in read.items()},
         "scan_gb_s": header_bytes / scan / 1e6 if scan else None,
         "memory_gb_s": harness.read_bandwidth(),
@@ -104,7 +100,7 @@ def decode(problem: Problem, kernels: Any, args: argparse.Namespace) -> dict[str
 
 def prefill(problem: Problem, kernels: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Cost of one token of a prefill chunk."""
-    cost = in_turns({"header": step(problem, kernels, "header")}, max(2, args.rounds // 4))
+    cost = in_turns({"header": step(problem, kernels, SparseSettings(scoring="header"))}, max(2, args.rounds // 6))
     per_token = cost["header"] / problem.query_len
     return {"context": problem.context, "chunk": problem.query_len, "ms_per_token": per_token}
 
@@ -145,7 +141,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES, help="attention shape")
     options.add_argument("--format", default="k4v4", help="page format")
     options.add_argument("--stock-up-to", type=int, default=131072, help="largest context of vLLM's op and KTX dense")
-    options.add_argument("--rounds", type=int, default=12, help="measured rounds")
+    options.add_argument("--rounds", type=int, default=24, help="measured rounds")
     options.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object")
     options.add_argument("--save", nargs="?", const="growth", metavar="NAME", help="write NAME.json and NAME.png")
     args = options.parse_args(argv)
