@@ -6,12 +6,29 @@ import functools
 import logging
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..kv_quant import PageLayout
 from .selection import SparseSettings
 
 logger = logging.getLogger("vllm.ktx")
+
+MIN_WAVE = 16  # pages that must be resident at once: those of one split of a row's context
+
+
+class Residency(Protocol):
+    """Where pages that a kernel is about to read come from.
+
+    limit: most distinct blocks of one call, at least `MIN_WAVE`.
+    """
+
+    limit: int
+
+    def bring(self, blocks: npt.NDArray[np.int32], scoring: bool) -> None:
+        """Makes the pages of `blocks` `[n]`, distinct, readable through `payload_slot` until the next call; `scoring`:
+        their first `PageLayout.scoring_bytes` are enough."""
 
 
 class Kernels(Protocol):
@@ -67,6 +84,8 @@ class Kernels(Protocol):
         sparse: SparseSettings | None = None,
         dropped: torch.Tensor | None = None,
         pages_read: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
+        residency: Residency | None = None,
     ) -> None: ...
 
 

@@ -27,6 +27,7 @@ the model's dtype.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -117,6 +118,14 @@ class PageLayout:
     def page_bytes(self) -> int:
         """Device bytes of a fully resident page, rounded so that vLLM can state them per token."""
         return _round_up(self.header_bytes + self.payload_bytes, self.page_size)
+
+    def tiered_page_bytes(self, overcommit: float) -> int:
+        """Device bytes a page where only one payload in `overcommit` has a slot there; rounded as `page_bytes`."""
+        return _round_up(self.header_bytes + math.ceil(self.payload_bytes / overcommit), self.page_size)
+
+    def num_slots(self, num_blocks: int, device_bytes: int) -> int:
+        """Payload slots in a layer's `device_bytes`, beside the headers of all blocks."""
+        return min(num_blocks, (device_bytes - num_blocks * self.header_bytes) // self.payload_bytes)
 
     @property
     def bytes_per_token(self) -> float:

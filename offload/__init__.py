@@ -1,6 +1,6 @@
 """Where pages live: open slots, the hot pool on the device, host memory, disk. Imports numpy and torch, never vLLM."""
 
-from .capacity import Machine, Verdict, check_capacity
+from .capacity import GIB, Machine, Verdict, check_capacity
 from .disk import DiskTier
 from .errors import (
     CapacityError,
@@ -22,6 +22,7 @@ from .trace import Trace
 from .transfers import PoolStats
 
 __all__ = [
+    "GIB",
     "MIN_SLOTS",
     "POLICIES",
     "REST",

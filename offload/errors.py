@@ -5,7 +5,7 @@ An operation on many pages finishes those it can and raises `TierFault` at its e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 
 class PageFault(RuntimeError):
@@ -58,3 +58,7 @@ class CapacityError(RuntimeError):
 
 class PoolFull(RuntimeError):
     """The hot pool has no slot for a page that must be resident now; the message says what holds them."""
+
+    def pages(self, layer: int, blocks: Iterable[int]) -> list[PageFault]:
+        """The same as a fault of each page."""
+        return [PageTimeout(layer, int(block), str(self)) for block in blocks]

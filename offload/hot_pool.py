@@ -35,7 +35,7 @@ class HotPool:
     slots; more are written to the store ahead of need. queue_pages: most pages a background thread may have waiting.
     timeout: seconds that a page or a slot is waited for.
 
-    A call may ask for up to `wave` pages, a quarter of the slots; attention over more runs in waves. At least
+    A call may ask for up to `wave` pages (None: a quarter of the slots); attention over more runs in waves. At least
     `MIN_SLOTS` slots are needed. Null blocks (vLLM's padding) must not be asked for.
     """
 
@@ -50,6 +50,7 @@ class HotPool:
         timeout: float = 120.0,
         trace: Trace | None = None,
         bounce: bool = False,
+        wave: int | None = None,
     ) -> None:
         num_slots = len(memory[0])
         if num_slots < MIN_SLOTS or len(memory) != spec.num_layers or any(len(m) != num_slots for m in memory):
@@ -57,8 +58,8 @@ class HotPool:
                 f"hot pool: found {len(memory)} layers of {num_slots} slots, needed {spec.num_layers} of the same "
                 f"size, at least {MIN_SLOTS}: lower ktx.overcommit or give the KV cache more memory"
             )
-        self.spec, self.wave = spec, num_slots // 4
-        self.pin_limit = num_slots - 2 * self.wave
+        self.spec, self.wave = spec, num_slots // 4 if wave is None else min(wave, num_slots)
+        self.pin_limit = max(0, num_slots - 2 * self.wave)
         self._table = PageTable(spec.num_layers, spec.num_blocks, num_slots, policy, spec.all_parts)
         slots, dirty_limit = [SlotMemory(m, spec, bounce) for m in memory], int(dirty_share * num_slots)
         self._queue_pages = queue_pages
@@ -261,5 +262,5 @@ class HotPool:
     def _check_wave(self, what: str, count: int) -> None:
         if count > self.wave:
             raise ValueError(
-                f"hot pool: {what} of {count} pages at once, a wave has at most {self.wave} (a quarter of the slots)"
+                f"hot pool: {what} of {count} pages at once, a wave has at most {self.wave}"
             )

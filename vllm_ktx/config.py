@@ -14,6 +14,7 @@ from typing import Any
 
 from .attention_backends.selection import SparseSettings
 from .kv_quant import PRESETS, SCALE_METHODS, KVFormat, parse_format
+from .offload import POLICIES
 
 # What vLLM's own names of a per-token quantized cache stand for when KTX serves them.
 FORMAT_OF_CACHE_DTYPE = {"int8_per_token_head": "k8v8", "int4_per_token_head": "k4v4"}
@@ -36,6 +37,12 @@ class KtxConfig:
         reads, see `SparseSettings`; unset: its defaults, scoring by headers where keys have no scales per channel.
     dense_layers: the first layers that read all pages whatever the context.
     audit_rate: share of steps that one layer recomputes densely, to measure what sparsity dropped; 0: none.
+    overcommit: pages for each one that the device's memory holds, at least 1; `auto`: as many as host memory and disk hold.
+    host_gib, disk_gib: memory and disk space for pages that the device doesn't hold, in GiB, of all ranks together.
+    disk_dir: folder of the disk's file, on a local disk.
+    eviction: which pages leave the device first: `lru`, `clock` or `attention`.
+    prefetch_layers: how many layers ahead pages are fetched.
+    trace: record what computes, fetches and writes when (`vllm_ktx.metrics.chrome_trace`).
     """
 
     format: str | None = None
@@ -57,6 +64,13 @@ class KtxConfig:
     share: float | None = None
     dense_layers: int = 0
     audit_rate: float = 0.0
+    overcommit: float | str = "auto"
+    host_gib: float = 0.0
+    disk_gib: float = 0.0
+    disk_dir: str | None = None
+    eviction: str = "lru"
+    prefetch_layers: int = 2
+    trace: bool = False
 
     def __post_init__(self) -> None:
         _choice("format", self.format, (*PRESETS, None))
@@ -74,6 +88,30 @@ class KtxConfig:
         rate = self.audit_rate
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1:
             raise ValueError(f"ktx.audit_rate={rate!r}: use a number from 0 to 1")
+        self._check_tiers()
+
+    def _check_tiers(self) -> None:
+        if self.overcommit != "auto" and (not _is_number(self.overcommit) or self.overcommit < 1):  # type: ignore[operator]
+            raise ValueError(f"ktx.overcommit={self.overcommit!r}: use 'auto' or a number from 1 up")
+        for name in ("host_gib", "disk_gib"):
+            size = getattr(self, name)
+            if not _is_number(size) or not 0 <= size < 2**20:
+                raise ValueError(f"ktx.{name}={size!r}: use a number of GiB, 0 or more")
+        if self.disk_gib and not isinstance(self.disk_dir, str):
+            raise ValueError(f"ktx.disk_gib={self.disk_gib:g} needs ktx.disk_dir: name a folder on a local disk")
+        if self.disk_dir is not None and not self.disk_gib:
+            raise ValueError(f"ktx.disk_dir={self.disk_dir!r} needs ktx.disk_gib: say how much may be used there")
+        if self.overcommit not in ("auto", 1) and not self.host_gib + self.disk_gib:
+            raise ValueError(
+                f"ktx.overcommit={self.overcommit:g} keeps pages off the device: set ktx.host_gib, or ktx.disk_gib and "
+                "ktx.disk_dir, for where they go"
+            )
+        _choice("eviction", self.eviction, tuple(POLICIES))
+        ahead = self.prefetch_layers
+        if isinstance(ahead, bool) or not isinstance(ahead, int) or not 0 <= ahead <= 16:
+            raise ValueError(f"ktx.prefetch_layers={ahead!r}: use a whole number from 0 to 16")
+        if not isinstance(self.trace, bool):
+            raise ValueError(f"ktx.trace={self.trace!r}: use true or false")
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any] | None) -> KtxConfig:
@@ -138,6 +176,10 @@ class KtxConfig:
 
 
 _SPARSE_FIELDS = tuple(f.name for f in dataclasses.fields(SparseSettings))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _choice(name: str, value: Any, choices: tuple) -> None:

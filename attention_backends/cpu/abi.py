@@ -5,14 +5,14 @@ Never loads a library: that is `native.py`. `SIZES` lists what `ktx_abi_size` is
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
 
 import torch
 
 from vllm_ktx.kv_quant.layout import PageLayout
 
-VERSION = 2
+VERSION = 3
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 METHODS = {"per_channel": 0, "per_token": 1, "per_head": 2}
 
@@ -68,6 +68,13 @@ class SparseArgs(Structure):
     ]
 
 
+BRING = CFUNCTYPE(c_int32, c_void_p, POINTER(c_int32), c_int32, c_int32)
+
+
+class Residency(Structure):
+    _fields_ = [("bring", BRING), ("context", c_void_p), ("limit", c_int32), ("num_blocks", c_int32)]
+
+
 class AttentionArgs(Structure):
     _fields_ = [
         ("layout", POINTER(Layout)),
@@ -80,10 +87,11 @@ class AttentionArgs(Structure):
         *((name, c_float) for name in ("scale", "softcap")),
         *((name, c_int32) for name in ("num_threads", "reserved")),
         ("sparse", POINTER(SparseArgs)),
+        ("residency", POINTER(Residency)),
     ]
 
 
-SIZES = (Layout, SealArgs, AppendArgs, AttentionArgs, SparseArgs)
+SIZES = (Layout, SealArgs, AppendArgs, AttentionArgs, SparseArgs, Residency)
 
 
 @lru_cache(maxsize=64)

@@ -12,9 +12,12 @@ import os
 from ctypes import byref, c_char_p, c_int32, c_int64, pointer
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
+from vllm_ktx.attention_backends.kernels import MIN_WAVE, Residency
 from vllm_ktx.attention_backends.selection import SparseSettings
 from vllm_ktx.attention_backends.selection.cascade import EXPLAINED, SPREAD
 from vllm_ktx.attention_backends.selection.settings import SCORINGS
@@ -99,6 +102,23 @@ def _check_bytes(name: str, data: torch.Tensor, needed: int) -> None:
     if data.dtype != torch.uint8 or data.dim() != 2 or data.shape[1] < needed or data.stride(1) != 1:
         raise ValueError(f"{name}: found {data.dtype} {tuple(data.shape)}, strides {data.stride()}; needed uint8 "
                          f"[any, >= {needed}] with contiguous rows")  # fmt: skip
+
+
+class _Bringer:
+    """`Residency.bring` as C calls it: exceptions are kept for the caller of the kernel."""
+
+    def __init__(self, residency: Residency) -> None:
+        self.error: BaseException | None = None
+        self._bring = residency.bring
+        self.function = abi.BRING(self._call)
+
+    def _call(self, context: Any, blocks: Any, count: int, scoring: int) -> int:
+        try:
+            self._bring(np.ctypeslib.as_array(blocks, (count,)), bool(scoring))
+        except BaseException as error:
+            self.error = error
+            return 1
+        return 0
 
 
 class CpuKernels:
@@ -223,6 +243,7 @@ class CpuKernels:
         dropped: torch.Tensor | None = None,
         pages_read: torch.Tensor | None = None,
         chosen: torch.Tensor | None = None,
+        residency: Residency | None = None,
     ) -> None:
         """Causal attention of a mixed batch into `out`.
 
@@ -240,6 +261,9 @@ class CpuKernels:
         that was not read, and the context pages that were. `chosen` int32 [tokens, num_kv_heads, any], contiguous: the
         selected ones beside window and sinks, ascending, -1 behind the last; 64 queries of a prefill block share their
         list, which only the first of them gets.
+
+        `residency`: brings pages that `payload_slot` doesn't have yet; None: all are there. The result is the same, to
+        the bit. What its `bring` raises ends the call and is raised here; `out` then holds anything.
         """
         native = self._check_layout(layout)
         heads, dim = q.shape[1], layout.head_dim
@@ -265,7 +289,14 @@ class CpuKernels:
         )  # fmt: skip
         if sparse is not None:
             args.sparse = pointer(self._sparse_args(layout, sparse, headers, dropped, pages_read, chosen))
-        if code := self._library.ktx_attention(byref(args)):
+        if residency is not None:
+            _need(residency.limit >= MIN_WAVE, "residency.limit", residency.limit, f"at least {MIN_WAVE}")
+            caller = _Bringer(residency)
+            args.residency = pointer(abi.Residency(caller.function, None, residency.limit, len(open_slot)))
+        code = self._library.ktx_attention(byref(args))
+        if residency is not None and caller.error is not None:
+            raise caller.error
+        if code:
             raise RuntimeError(f"ktx_attention returned {code} for {layout}")
 
     def _sparse_args(

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tests.attention_backends.cases import make_batch, make_format
+from tests.attention_backends.cases import compare, make_batch, make_format
 from vllm_ktx.attention_backends.cpu import native
 from vllm_ktx.kv_quant import SCALE_METHODS
 
@@ -136,3 +136,14 @@ def test_bad_query_stays_alone(cpu):
     assert torch.isnan(out[5, 3]).all() and torch.isnan(lse[5, 3])
     out[5, 3], lse[5, 3] = want[5, 3], want_lse[5, 3]
     assert torch.equal(out, want) and torch.equal(lse, want_lse)
+
+
+@pytest.mark.parametrize("dim", [16, 48, 80, 112])
+def test_scratch_of_earlier_calls_is_not_read(cpu, dim):
+    """NaN keys and values of a wide model stay behind in this thread's buffers."""
+    wide = make_batch([(70, 700)], q_heads=8, kv_heads=1, dim=256)
+    batch = make_batch([(70, 700), (40, 4095)], q_heads=8, kv_heads=1, dim=dim, page_size=32)
+    nan = torch.full_like(wide.inputs["k"], float("nan"))
+    out, _ = wide.run(cpu, num_threads=1, k=nan, v=nan)
+    assert out.isnan().all()
+    compare(*batch.run(cpu, num_threads=1), *batch.expected(), 6e-3, "after NaN")

@@ -17,7 +17,8 @@ struct BlockChoice {
   const Layout& lay;
   const int row, kv_head, begin, end;
   const int heads, group, dim;
-  int first = 0, count = 0, pages = 0;
+  const int pages;
+  int first = 0, count = 0;            // candidates: none where everything is read
   int64_t stride = 0;
   float *q = nullptr, *squares = nullptr;      // [kBatch] vectors
   int16_t* words = nullptr;                    // the same as scan_headers takes them
@@ -27,7 +28,9 @@ struct BlockChoice {
 
   BlockChoice(const AttentionArgs& args, int row_, int head, int from, int to)
       : a(args), s(*args.sparse), lay(*args.layout), row(row_), kv_head(head), begin(from), end(to),
-        heads(lay.num_kv_heads), group(a.num_q_heads / heads), dim(lay.head_dim) {}
+        heads(lay.num_kv_heads), group(a.num_q_heads / heads), dim(lay.head_dim), pages(context_pages(args, row_)) {
+    if (a.sparse && end - begin == kBlockQueries) candidates(a, row, begin, &first, &count);
+  }
 
   // Batch i of all heads' samples (kBatches a head), times the softmax scale, and their squares.
   void load_batch(int i) {
@@ -129,23 +132,21 @@ struct BlockChoice {
     }
   }
 
-  // Plane 0 of the pages that headers rank best: its log-masses replace theirs.
-  void probe(int32_t* list, int most, Workspace& ws) {
-    const int n = best(masses.rank, count, most, list);
+  // Plane 0 of probes[from .. to) takes the place of their shares.
+  void probe(const int32_t* probes, int from, int to, Workspace& ws) {
     float* scratch = ws.get<float>(kDecodeScores, kBatch * kQueryStride);
     const auto page = [&](int i) {
-      const int block = a.block_table[int64_t(row) * a.table_stride + first + list[i]];
+      const int block = a.block_table[int64_t(row) * a.table_stride + first + probes[i]];
       return head_page(lay, a.payload + int64_t(a.payload_slot ? a.payload_slot[block] : block) * a.payload_stride, kv_head);
     };
-    for (int g = 0; g < group * kBatches; g++) {
+    for (int g = 0; from < to && g < group * kBatches; g++) {
       load_batch(g);
-      for (int i = 0; i < n; i++) {
+      for (int i = from; i < to; i++) {
         alignas(64) float mass[W];
-        score_plane0<kBatch>(lay, page(i), page(min_of(i + 2, n - 1)).plane0, q, scratch, mass);
-        for (int m = 0; m < kBatch; m++) masses.shares[(g * kBatch + m) * stride + list[i]] = mass[m];
+        score_plane0<kBatch>(lay, page(i), page(min_of(i + 2, to - 1)).plane0, q, scratch, mass);
+        for (int m = 0; m < kBatch; m++) masses.shares[(g * kBatch + m) * stride + probes[i]] = mass[m];
       }
     }
-    join_codes(masses, list, n);
   }
 
   // Shares of a head's samples -> their mean, so that the group's heads stand as rows 0 .. group.
@@ -164,11 +165,15 @@ struct BlockChoice {
     masses.heads = group;
   }
 
-  // The pages to read, ascending, into list (room for the row's pages); returns how many. `most`: the selection's cap.
-  int choose_into(int32_t* list, Workspace& ws, int most) {
+  int64_t memory_floats() const {
+    const int64_t samples = group * kSamples;
+    return 3 * kBatch * kQueryStride + 2 * samples + (2 * samples + 1) * ((count + 15) / 16 * 16);
+  }
+
+  // Estimates by headers, in `memory` [memory_floats()]; then the pages whose plane 0 is worth reading, ascending, into
+  // probes: how many.
+  int estimate(float* memory, int32_t* probes) {
     stride = (count + 15) / 16 * 16;
-    float* memory = ws.get<float>(kSparseBlock, 3 * kBatch * kQueryStride + 2 * group * kSamples +
-                                                          (2 * group * kSamples + 1) * stride);
     q = memory, squares = q + kBatch * kQueryStride;
     words = reinterpret_cast<int16_t*>(squares + kBatch * kQueryStride);
     masses.log_mass = squares + 2 * kBatch * kQueryStride;
@@ -184,12 +189,18 @@ struct BlockChoice {
     const float depth = s.scoring == kScoreCodes ? 1.f
                         : deepening(s, masses.log_mass, masses.shares, count, masses.heads, stride);
     estimate_masses();
-    if (s.scoring != kScoreHeader) {
-      share_masses(masses, known, covered);
-      probe(list + first, probe_count(depth, count), ws);
-    }
+    if (s.scoring == kScoreHeader) return 0;
+    share_masses(masses, known, covered);
+    return best(masses.rank, count, probe_count(depth, count), probes);
+  }
+
+  // The pages to read, ascending, into list (room for the row's pages), after `probed` probes: how many. `list + first`
+  // may be `probes`.
+  int choose_into(int32_t* list, const int32_t* probes, int probed, Workspace& ws) {
+    if (s.scoring != kScoreHeader) join_codes(masses, probes, probed);
     share_masses(masses, known, covered);
     average();
+    const int most = selection_cap(a, pages, count);
     const bool fixed = s.select != kSelectCoverage;
     int32_t* chosen = list + first;
     int n = choose(masses, fixed ? most : s.min_pages, most, fixed ? 2.f : s.coverage, covered, chosen,
@@ -203,6 +214,13 @@ struct BlockChoice {
     return n;
   }
 
+  // All pages, where nothing is left out: how many.
+  int take_all(int32_t* list) const {
+    for (int p = 0; p < pages; p++) list[p] = p;
+    if (a.sparse) report(pages);
+    return pages;
+  }
+
   void report(int n) const {
     float lost = 0;
     for (int g = 0; covered && g < group; g++) lost += max_of(0.f, 1 - covered[g]) / group;
@@ -213,21 +231,13 @@ struct BlockChoice {
   }
 };
 
-// The pages of a row's context that queries begin .. end read, ascending; all of them where attention is dense.
-static int block_pages(const AttentionArgs& a, int row, int kv_head, int begin, int end, int32_t* list, Workspace& ws) {
-  if (!a.sparse) {
-    for (int p = 0; p < context_pages(a, row); p++) list[p] = p;
-    return context_pages(a, row);
-  }
-  BlockChoice choice(a, row, kv_head, begin, end);
-  choice.pages = context_pages(a, row);
-  if (end - begin == kBlockQueries) candidates(a, row, begin, &choice.first, &choice.count);
-  if (choice.count == 0) {
-    for (int p = 0; p < choice.pages; p++) list[p] = p;
-    choice.report(choice.pages);
-    return choice.pages;
-  }
-  return choice.choose_into(list, ws, selection_cap(a, choice.pages, choice.count));
+// The pages of its context that a block's queries read, ascending: how many.
+static int block_pages(BlockChoice& choice, int32_t* list, Workspace& ws) {
+  if (choice.count == 0) return choice.take_all(list);
+  int32_t* probes = list + choice.first;
+  const int probed = choice.estimate(ws.get<float>(kSparseBlock, choice.memory_floats()), probes);
+  choice.probe(probes, 0, probed, ws);
+  return choice.choose_into(list, probes, probed, ws);
 }
 
 }  // namespace KTX_NS

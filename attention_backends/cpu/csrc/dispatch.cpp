@@ -54,8 +54,8 @@ int32_t ktx_abi_version() { return KTX_ABI_VERSION; }
 
 int64_t ktx_abi_size(int32_t which) {
   const int64_t sizes[] = {sizeof(ktx::Layout), sizeof(ktx::SealArgs), sizeof(ktx::AppendArgs),
-                           sizeof(ktx::AttentionArgs), sizeof(ktx::SparseArgs)};
-  return which >= 0 && which < 5 ? sizes[which] : -1;
+                           sizeof(ktx::AttentionArgs), sizeof(ktx::SparseArgs), sizeof(ktx::Residency)};
+  return which >= 0 && which < 6 ? sizes[which] : -1;
 }
 
 const char* ktx_isa() { return table()->name; }

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #define KTX_API extern "C" __attribute__((visibility("default")))
-#define KTX_ABI_VERSION 2
+#define KTX_ABI_VERSION 3
 
 namespace ktx {
 
@@ -71,6 +71,15 @@ struct SparseArgs {
   int64_t chosen_stride;               // behind the last; a block of prefill queries fills its first token's row alone
 };
 
+// Where not all pages are resident: before a wave of tasks reads sealed pages, `bring` makes those of `count` distinct
+// blocks (at most `limit`) readable through payload_slot, alone the bytes up to k_plane1 if `scoring`, until its next
+// call. Called by the thread that called the kernel. A result other than 0 ends the kernel, which then returns -2.
+struct Residency {
+  int32_t (*bring)(void* context, const int32_t* blocks, int32_t count, int32_t scoring);
+  void* context;
+  int32_t limit, num_blocks;           // limit: at least 16
+};
+
 // Causal attention of a mixed batch. Row r has queries cu_q[r] .. cu_q[r+1] (its fresh tokens, whose keys and values
 // are rows of k and v) behind context[r] older tokens in pages block_table[r][0 ..]. A page is read from the open
 // pages, in the model's dtype, if open_slot[block] >= 0, else from its payload.
@@ -89,6 +98,7 @@ struct AttentionArgs {
   float scale, softcap;                // softcap 0: none
   int32_t num_threads, reserved;       // 0: OpenMP's default
   const SparseArgs* sparse;            // null: dense
+  const Residency* residency;          // null: all pages are resident
 };
 
 // One ISA's kernels. Each kernels_*.cpp defines the table of its own namespace.
@@ -102,7 +112,7 @@ struct Kernels {
 }  // namespace ktx
 
 KTX_API int32_t ktx_abi_version();
-KTX_API int64_t ktx_abi_size(int32_t which);           // sizeof: 0 Layout, 1 SealArgs, 2 AppendArgs, 3 AttentionArgs, 4 SparseArgs
+KTX_API int64_t ktx_abi_size(int32_t which);           // sizeof: 0 Layout, 1 SealArgs, 2 AppendArgs, 3 AttentionArgs, 4 SparseArgs, 5 Residency
 KTX_API const char* ktx_isa();                         // "avx512", "avx2" or "portable", as dispatched
 KTX_API int32_t ktx_set_isa(const char* name);         // for tests: 0, or -1 if this CPU or build lacks it
 // All return 0, or a negative code for a shape the build cannot serve (Python checks first and raises by name).

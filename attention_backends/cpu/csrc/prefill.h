@@ -45,12 +45,15 @@ struct Prefill {
   float exponent;       // scores times this are powers of two
   bool centered = false;
 
-  Prefill(const AttentionArgs& args, int row_, int head, int begin, int end, Workspace& w)
+  static int padded_rows(int rows) { return (rows + kRows - 1) / kRows * kRows; }
+  static int64_t state_floats(int rows, int dim) { return int64_t(padded_rows(rows)) * (2 * dim + W + 1); }
+
+  // `state` [state_floats()]: what lasts from tile to tile.
+  Prefill(const AttentionArgs& args, int row_, int head, int begin, int end, float* state, Workspace& w)
       : a(args), lay(*args.layout), row(row_), kv_head(head), q_begin(begin), q_end(end), dim(lay.head_dim),
-        group(a.num_q_heads / lay.num_kv_heads) {
-    rows = ((end - begin) * group + kRows - 1) / kRows * kRows;
-    query = w.get<float>(kPrefill0, int64_t(rows) * dim);
-    acc = w.get<float>(kPrefill1, int64_t(rows) * (dim + 1 + W));
+        group(a.num_q_heads / lay.num_kv_heads), rows(padded_rows((end - begin) * group)) {
+    query = state;
+    acc = query + int64_t(rows) * dim;
     total = acc + int64_t(rows) * dim;
     peak = total + int64_t(rows) * W;
     const int64_t words = Tiles<Mac>::words(dim);
@@ -62,6 +65,9 @@ struct Prefill {
     center_words = tiles.center + dim;
     keep = center_words + dim;
     exponent = 1.44269504f * (a.softcap > 0 ? 1.f : a.scale);
+  }
+
+  void reset() {
     for (int64_t i = 0; i < int64_t(rows) * dim; i++) acc[i] = 0;
     for (int64_t i = 0; i < int64_t(rows) * W; i++) total[i] = 0;
     for (int i = 0; i < rows; i++) peak[i] = kNegInf;
@@ -164,7 +170,10 @@ struct Prefill {
     vf sum = zero();
     int i = 0;
     for (; i + W <= words; i += W) sum = Mac::step(sum, load(x + i), load(y + i));
-    if (i < words) sum = Mac::step(sum, first_lanes(words - i, load(x + i), zero()), load(y + i));
+    if (i < words) {
+      const auto rest = [&](const float* z) { return first_lanes(words - i, load(z + i), zero()); };
+      sum = Mac::step(sum, rest(x), rest(y));
+    }
     return hsum(sum);
   }
 
@@ -259,45 +268,89 @@ struct Prefill {
     }
   }
 
-  // `pages`: sealed ones first, `num_sealed` of them.
+  // Before the first pages, and behind them: then the open ones, in the model's dtype, and the fresh rows.
   template <int DT>
-  void run(const PageRef* pages, int num_sealed, int num_pages) {
-    if (num_sealed) {
-      pack_queries<DT>(true);
-      context<DT>(pages, num_sealed);
-      if (lay.v_rotate)
-        for (int i = 0; i < rows; i++) hadamard(acc + int64_t(i) * dim, dim);
-    }
+  void begin() {
+    reset();
+    pack_queries<DT>(lay.k_bits != 16);
+  }
+
+  template <int DT>
+  void end(const PageRef* open, int n, bool any_sealed) {
+    if (any_sealed && lay.v_rotate)
+      for (int i = 0; i < rows; i++) hadamard(acc + int64_t(i) * dim, dim);
     centered = false;
-    pack_queries<DT>(false);
-    context<DT>(pages + num_sealed, num_pages - num_sealed);
+    if (lay.k_bits != 16 && Mac::kPack > 1) pack_queries<DT>(false);
+    context<DT>(open, n);
     if (a.k) fresh<DT>();
     finish<DT>();
   }
 };
 
-// Queries q_begin .. q_end of a row (counted from the row's first) for one kv head.
+// A block of a row's queries (counted from the row's first) for one kv head, and the pages that it reads.
+struct Block {
+  int row, kv_head, q_begin, q_end;
+  int32_t* list;            // pages of the context: sealed ones first, ascending, then open ones
+  int num_sealed, num_pages;
+
+  void sort_pages(const AttentionArgs& a, int n, Workspace& w) {
+    int32_t* open = w.get<int32_t>(kPrefill3, n);
+    num_pages = n, num_sealed = 0;
+    int rest = 0;
+    for (int i = 0; i < n; i++)
+      if (a.open_slot[a.block_table[int64_t(row) * a.table_stride + list[i]]] < 0) list[num_sealed++] = list[i];
+      else open[rest++] = list[i];
+    std::memcpy(list + num_sealed, open, rest * sizeof(int32_t));
+  }
+
+  // Calls f(prefill, dtype) with the arithmetic that suits the model.
+  template <class F>
+  void with_prefill(const AttentionArgs& a, float* state, Workspace& w, F f) const {
+    with_dtype(a.dtype, [&](auto dt) {
+#if defined(KTX_HAS_BF16_DOT)
+      // Twice the speed of fp32 at a rounding error like that of the bf16 output; some AVX-512 CPUs lack it.
+      if constexpr (dt.value == kBF16)
+        if (__builtin_cpu_supports("avx512bf16")) {
+          Prefill<MacBF16> prefill(a, row, kv_head, q_begin, q_end, state, w);
+          return f(prefill, dt);
+        }
+#endif
+      Prefill<MacF32> prefill(a, row, kv_head, q_begin, q_end, state, w);
+      f(prefill, dt);
+    });
+  }
+
+  // Pages from .. to of the list; `pages` has room for them.
+  template <class P, class DT>
+  void attend(const AttentionArgs& a, P& prefill, DT dt, int from, int to, PageRef* pages) const {
+    for (int i = from; i < to; i++) pages[i - from] = page_at(a, row, list[i]);
+    prefill.template context<dt.value>(pages, to - from);
+  }
+
+  template <class P, class DT>
+  void end(const AttentionArgs& a, P& prefill, DT dt, PageRef* pages) const {
+    for (int i = num_sealed; i < num_pages; i++) pages[i - num_sealed] = page_at(a, row, list[i]);
+    prefill.template end<dt.value>(pages, num_pages - num_sealed, num_sealed > 0);
+  }
+
+  int64_t state_floats(const AttentionArgs& a) const {
+    const int rows = (q_end - q_begin) * (a.num_q_heads / a.layout->num_kv_heads);
+    return Prefill<MacF32>::state_floats(rows, a.layout->head_dim);
+  }
+};
+
+// A block whose pages are all resident.
 static void prefill_task(const AttentionArgs& a, int row, int kv_head, int q_begin, int q_end, Workspace& w) {
   const int all_pages = context_pages(a, row);
-  int32_t* list = w.get<int32_t>(kSparseList, all_pages + 1);
-  const int n = block_pages(a, row, kv_head, q_begin, q_end, list, w);
-  PageRef* pages = w.get<PageRef>(kPrefill3, n);
-  int sealed = 0, all = 0;
-  for (int pass = 0; pass < 2; pass++) {  // sealed, then plain
-    for (int i = 0; i < n; i++) {
-      const PageRef ref = page_at(a, row, list[i]);
-      if ((ref.payload ? 0 : 1) == pass) pages[all++] = ref;
-    }
-    if (pass == 0) sealed = all;
-  }
-  with_dtype(a.dtype, [&](auto dt) {
-#if defined(KTX_HAS_BF16_DOT)
-    // Twice the speed of fp32 at a rounding error like that of the bf16 output; some AVX-512 CPUs lack it.
-    if constexpr (dt.value == kBF16)
-      if (__builtin_cpu_supports("avx512bf16"))
-        return Prefill<MacBF16>(a, row, kv_head, q_begin, q_end, w).template run<kBF16>(pages, sealed, n);
-#endif
-    Prefill<MacF32>(a, row, kv_head, q_begin, q_end, w).template run<dt.value>(pages, sealed, n);
+  Block block{row, kv_head, q_begin, q_end, w.get<int32_t>(kSparseList, all_pages + 1), 0, 0};
+  BlockChoice choice(a, row, kv_head, q_begin, q_end);
+  block.sort_pages(a, block_pages(choice, block.list, w), w);
+  float* state = w.get<float>(kPrefill0, block.state_floats(a));
+  PageRef* pages = w.get<PageRef>(kPrefill1, block.num_pages);
+  block.with_prefill(a, state, w, [&](auto& prefill, auto dt) {
+    prefill.template begin<dt.value>();
+    block.attend(a, prefill, dt, 0, block.num_sealed, pages);
+    block.end(a, prefill, dt, pages);
   });
 }
 

@@ -9,6 +9,7 @@
 // Included by kernels.inc, behind attend_vectors and finish.
 #pragma once
 #include "select.h"
+#include "waves.h"
 
 namespace KTX_NS {
 
@@ -40,6 +41,7 @@ struct SparseTask {
 struct SparsePlan {
   const AttentionArgs& a;
   const SparseArgs& s;
+  Waves& waves;
   const Layout& lay = *a.layout;
   const int heads = lay.num_kv_heads, group = a.num_q_heads / heads, dim = lay.head_dim, size = lay.page_size;
   const int stride = partial_stride(lay.head_dim);
@@ -47,6 +49,7 @@ struct SparsePlan {
   int num_units = 0;
   SparseTask* tasks = nullptr;
   int num_tasks = 0;
+  int wave_begin = 0, wave_end = 0;  // tasks
 
   int most(int pages, int count) const { return selection_cap(a, pages, count); }
   int always_pages(const Unit& u) const { return u.pages - u.count; }
@@ -305,7 +308,7 @@ struct SparsePlan {
       if (phase == 1) add(i, 0, units[i].count, kScanPages, kScan);
       for (int h = 0; h < heads; h++) {
         if (phase == 1) add(i, h, units[i].fresh, units[i].fresh, kFresh), add(i, h, always_pages(units[i]), kSplitPages, kAlways);
-        if (phase == 3 && s.scoring != kScoreHeader) add(i, h, units[i].length[h], kProbePages, kProbe);
+        if (phase == 3 && s.scoring != kScoreHeader) add(i, h, units[i].length[h], a.residency ? kLeastWave : kProbePages, kProbe);
         if (phase == 5) add(i, h, units[i].length[h], kSplitPages, kChosen);
       }
     }
@@ -322,15 +325,35 @@ struct SparsePlan {
     attend_list(u, t.kv_head, t.begin, t.end, [&](int i) { return always ? always_page(u, i) : u.first + list[i]; }, to, ws);
   }
 
+  // Moves on to the next tasks whose pages can be resident at once.
+  void next_wave() {
+    const auto pages = [&](int i, auto need) {
+      const SparseTask& t = tasks[i];
+      if (t.kind == kScan || t.kind == kFresh) return;
+      const Unit& u = units[t.unit];
+      const int32_t* list = u.list + t.kv_head * u.stride;
+      for (int j = t.begin; j < t.end; j++) need(u.row, t.kind == kAlways ? always_page(u, j) : u.first + list[j]);
+    };
+    wave_begin = wave_end;
+    wave_end = waves.next(wave_begin, num_tasks, num_tasks && tasks[0].kind == kProbe, pages);
+  }
+
   // Runs units[0 .. num_units); called by every thread of a team.
   void wave(Workspace& ws) {
 #pragma omp for schedule(dynamic, 1)
     for (int i = 0; i < num_units * heads; i++) fold_queries(units[i / heads], i % heads, ws);
     for (int phase = 1; phase <= 5; phase += 2) {
-#pragma omp single
-      list_tasks(phase);
+#pragma omp master
+      list_tasks(phase), wave_end = 0;
+      for (bool more = true; more;) {
+#pragma omp master
+        next_wave();
+#pragma omp barrier
+        const int begin = wave_begin, end = wave_end;  // the master may move on before others ask for more
+        more = begin < end && end < num_tasks;
 #pragma omp for schedule(dynamic, 1)
-      for (int i = 0; i < num_tasks; i++) run(tasks[i], ws);
+        for (int i = begin; i < end; i++) run(tasks[i], ws);
+      }
       if (phase == 1) {
 #pragma omp for schedule(dynamic, 1)
         for (int i = 0; i < num_units * heads; i++) rank_headers(units[i / heads], i % heads, ws);
