@@ -21,10 +21,15 @@ MIN_WAVE = 16  # pages that must be resident at once: those of one split of a ro
 class Residency(Protocol):
     """Where pages that a kernel is about to read come from.
 
-    limit: most distinct blocks of one call, at least `MIN_WAVE`.
+    limit: most distinct blocks of one call, at least `MIN_WAVE`. scoring: uint8 `[num_blocks, >= scoring_bytes]`, the
+    first bytes of every sealed page, which are then never brought for scoring; None: they are. slots: addresses of
+    three uint8 `[num_slots]` arrays, a slot's state, its parts, and a mark, and the values of the first two where a
+    page is whole: what is so everywhere in a wave gets the mark and isn't brought; None: all is.
     """
 
     limit: int
+    scoring: torch.Tensor | None
+    slots: tuple[int, int, int, int, int] | None
 
     def bring(self, blocks: npt.NDArray[np.int32], scoring: bool) -> None:
         """Makes the pages of `blocks` `[n]`, distinct, readable through `payload_slot` until the next call; `scoring`:
@@ -36,6 +41,8 @@ class Kernels(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    pages: bool  # whether attention takes a residency
 
     def seal(
         self,

@@ -2,8 +2,8 @@
 
 vLLM hands out block ids; the builder plans per step which pages are appended to, sealed or reopened (`OpenPages`),
 and every layer carries the plan out on its own memory and attends. One layer's KV tensor, which vLLM allocates and
-accounts, is carved into the payloads of all pages followed by their headers. Open pages live beside it, in the model's
-dtype.
+accounts, is carved into payloads, of all pages or (`Tiers`) of those in use, followed by all pages' headers. Open pages
+live beside it, in the model's dtype.
 
 The only upward import is `vllm_ktx`'s settings and counters; kernels and page formats know nothing of vLLM.
 """
@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,15 +32,20 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
+from .. import _compat
 from ..config import FORMAT_OF_CACHE_DTYPE
 from ..kv_quant import KVCacheQuantizer, KVFormat, PageLayout
 from ..metrics import STATS
-from ..offload import OpenPages, StepPlan
+from ..offload import OpenPages, StepPlan, TierFault, Trace
 from ..plan import log_memory_plan
 from ..plugin import ktx_config
+from ..tiering import engine_plan
 from .audit import Audit
 from .kernels import Kernels, select_kernels
 from .selection import SparseSettings
+from .tiered import LayerPages, Tiers
+
+logger = logging.getLogger("vllm.ktx")
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ class _Seen:
 
     fmt: KVFormat
     model_dtype: torch.dtype
+    overcommit: float
 
 
 _seen: _Seen | None = None
@@ -105,11 +114,12 @@ class KTXBackend(AttentionBackend):
                 f"{spec.head_size}."
             )
         layout = page_layout(spec, _seen.fmt, _seen.model_dtype)
+        page_bytes = layout.page_bytes if _seen.overcommit == 1 else layout.tiered_page_bytes(_seen.overcommit)
         return dataclasses.replace(
             spec,
             num_head_slots=1,
             tokens_per_state=1,
-            state_content_bytes=layout.page_bytes // spec.block_size,
+            state_content_bytes=page_bytes // spec.block_size,
             dtype=torch.uint8,
         )
 
@@ -143,6 +153,16 @@ class KTXMetadata(AttentionMetadata):
     append: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     seal_fresh: tuple[torch.Tensor, torch.Tensor] | None  # first token (int64), block
     seal_open: tuple[torch.Tensor, torch.Tensor] | None  # slot (int64), block
+    tiers: Tiers | None = None  # where not all pages are resident
+
+    def drop_context(self, blocks: set[int]) -> None:
+        """Rows that read one of `blocks` are computed without their context from now on: vLLM computes them again."""
+        pages = -(-self.context.long() // self.layout.page_size)
+        lost = torch.isin(self.block_table, torch.tensor(sorted(blocks), dtype=self.block_table.dtype))
+        rows = (lost & (torch.arange(self.block_table.shape[1]) < pages[:, None])).any(1)
+        if not rows.any():
+            raise RuntimeError(f"blocks {sorted(blocks)} were read by no row of the step")
+        self.context = torch.where(rows, 0, self.context)
 
 
 class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
@@ -159,9 +179,17 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         self.layout = page_layout(kv_cache_spec, fmt, vllm_config.model_config.dtype)
         self.sparse = config.sparse_settings(fmt, self.layout.page_size)
         self.audit = Audit(config.audit_rate)
+        self.tier_plan = engine_plan(vllm_config, config, self.layout)
+        self.trace = Trace() if config.trace else None
+        self.tiers: Tiers | None = None
+        self._close_tiers: Callable[[], Any] = lambda: None
         self._open_pages: OpenPages | None = None
         STATS.publish()
-        log_memory_plan(vllm_config, self.layout, len(layer_names), self._capacity(1 << 30), self.sparse)
+        if self.tier_plan.overcommit > 1:
+            _compat.wrap_model_runner()
+        log_memory_plan(
+            vllm_config, self.layout, len(layer_names), self._capacity(1 << 30), self.sparse, self.tier_plan
+        )
 
     def _capacity(self, num_blocks: int) -> int:
         scheduler = self.vllm_config.scheduler_config
@@ -173,25 +201,46 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         speculative = self.vllm_config.speculative_config
         return 0 if speculative is None else int(speculative.num_speculative_tokens or 0)
 
-    def _pages(self) -> OpenPages:
-        """The map of open pages, made anew when vLLM binds another cache (a profiling cache comes first on CUDA)."""
+    def bind(self) -> OpenPages:
+        """The map of open pages and the tiers, made anew when vLLM binds another cache (a profiling cache comes first
+        on CUDA). Raises CapacityError if the tiers can't be had."""
         context = self.vllm_config.compilation_config.static_forward_context
         num_blocks = context[self.layer_names[0]].kv_cache.shape[0]
         if self._open_pages is None or len(self._open_pages.slot_of) != num_blocks:
             size, residual = self.layout.page_size, self.layout.fmt.residual_pages
             self._open_pages = OpenPages(num_blocks, self._capacity(num_blocks), size, residual, self._draft_tokens())
+            if self.tier_plan.overcommit > 1:
+                self._open_tiers(context, num_blocks)
         return self._open_pages
+
+    def _open_tiers(self, context: dict[str, Any], num_blocks: int) -> None:
+        self._close_tiers()
+        names = sorted(self.layer_names, key=layer_index)
+        memory = [carve(context[name].kv_cache, self.layout)[0] for name in names]
+        alone = self.vllm_config.parallel_config.world_size == 1
+        self.tiers = tiers = Tiers(self.tier_plan, self.layout, num_blocks, memory, self.trace, alone)
+        self._close_tiers = weakref.finalize(self, tiers.close)  # threads and file go with the engine
+        for warning in tiers.warnings:
+            logger.warning("KTX: %s", warning)
+        for name, pages in zip(names, tiers.layers, strict=True):
+            context[name].impl.pages = pages
+
+    def take_faults(self) -> set[int]:
+        """Blocks whose content was lost since the last call; vLLM's scheduler must have them computed again."""
+        return set() if self.tiers is None else self.tiers.take_faults()
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> KTXMetadata:
         common = common_attn_metadata
-        pages = self._pages()
+        pages = self.bind()
         cu_q = common.query_start_loc_cpu.to(torch.int32)
         context = common.seq_lens.to(torch.int32) - cu_q.diff()
         table = common.block_table_tensor
         prefilling = None if common.is_prefilling is None else common.is_prefilling.numpy()
         plan = pages.plan(cu_q.numpy(), context.numpy(), table.numpy(), prefilling)
+        if self.tiers is not None:
+            STATS.record_tiers(self.tiers.begin_step(table[:, 0].numpy().tobytes()))
         STATS.record_step(cu_q.numpy(), context.numpy(), pages.take_stats())
         return KTXMetadata(
             num_tokens=common.num_actual_tokens,
@@ -201,6 +250,7 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
             open_slot=torch.from_numpy(pages.slot_of),
             open_capacity=pages.capacity,
             layout=self.layout,
+            tiers=self.tiers,
             **self._sparse_step(cu_q, context),
             **_plan_tensors(plan),
         )
@@ -261,8 +311,16 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         config = ktx_config(vllm_config)
         self.dense_layers = config.dense_layers
         self.model_dtype = vllm_config.model_config.dtype
-        _seen = _Seen(config.kv_format(vllm_config.cache_config.cache_dtype), self.model_dtype)
+        fmt, page_size = config.kv_format(vllm_config.cache_config.cache_dtype), vllm_config.cache_config.block_size
+        layout = PageLayout(fmt, page_size, self.num_kv_heads, head_size, self.model_dtype.itemsize)
+        _seen = _Seen(fmt, self.model_dtype, engine_plan(vllm_config, config, layout).overcommit)
         self.kernels: Kernels = select_kernels(config.kernels)
+        if _seen.overcommit > 1 and not self.kernels.pages:
+            raise ValueError(
+                f"ktx.overcommit needs the native kernels, and these are {self.kernels.name}: set ktx.overcommit to 1, "
+                "or install a C++ compiler and reinstall vllm-ktx"
+            )
+        self.pages: LayerPages | None = None
         self._memory: _LayerMemory | None = None
 
     def forward(
@@ -285,18 +343,28 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         query, key, value = query[:tokens], key[:tokens], value[:tokens]
         if key.stride() != value.stride():  # the kernels take one set of strides for both
             key, value = key.contiguous(), value.contiguous()
+        if self.pages is not None:
+            self.pages.begin()
         memory.apply(self.kernels, meta, key, value)
         out = output.view(-1, self.num_heads, self.head_size)[:tokens]
-        where = (meta.cu_q, meta.context, meta.block_table, meta.open_slot, memory.payload, memory.open_pages)
 
         def attend(to: torch.Tensor, **more: Any) -> None:
+            where = (meta.cu_q, meta.context, meta.block_table, meta.open_slot, memory.payload, memory.open_pages)
+            more |= memory.paged
             self.kernels.attention(meta.layout, query, key, value, to, *where, self.scale, softcap=self.softcap, **more)
 
         index = layer_index(layer.layer_name)
-        if meta.sparse is None or index < self.dense_layers:
-            attend(out)
-        else:
-            self._attend_sparse(attend, out, memory, meta, index)
+        while True:
+            try:
+                if meta.sparse is None or index < self.dense_layers:
+                    attend(out)
+                else:
+                    self._attend_sparse(attend, out, memory, meta, index)
+                break
+            except TierFault as fault:  # costs the rows that need the page; the others are computed as ever
+                memory.lose(meta, fault)
+        if self.pages is not None:
+            self.pages.end()
         STATS.attention_calls += 1
         return output
 
@@ -318,7 +386,8 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
     def _bind(self, kv_cache: torch.Tensor, meta: KTXMetadata) -> _LayerMemory:
         memory = self._memory
         if memory is None or memory.storage != (kv_cache.data_ptr(), kv_cache.shape[0]):
-            memory = self._memory = _LayerMemory.carve(kv_cache, meta.layout, meta.open_capacity, self.model_dtype)
+            memory = _LayerMemory.make(kv_cache, meta.layout, meta.open_capacity, self.model_dtype, self.pages)
+            self._memory = memory
         return memory
 
 
@@ -347,31 +416,45 @@ def _refuse(
         raise ValueError(f"Attention backend KTX can't serve this model: it has {' and '.join(reasons)}.")
 
 
+def carve(kv_cache: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """`payload` uint8 `[num_slots, payload_bytes]` and `headers` `[num_blocks, header_bytes]`, views of vLLM's tensor
+    of one layer, `[num_blocks, ...]`."""
+    if not kv_cache.is_contiguous():
+        raise RuntimeError("KTX needs each layer's KV cache as one run: unset VLLM_KV_CACHE_LAYOUT")
+    blocks = kv_cache.shape[0]
+    flat = kv_cache.view(-1).view(torch.uint8)
+    slots = layout.num_slots(blocks, len(flat))
+    split = slots * layout.payload_bytes
+    headers = flat[split : split + blocks * layout.header_bytes].view(blocks, layout.header_bytes)
+    return flat[:split].view(slots, layout.payload_bytes), headers
+
+
 @dataclass
 class _LayerMemory:
-    """One layer's pages: `payload` `[num_blocks, payload_bytes]` and `headers` `[num_blocks, header_bytes]`, uint8,
-    views of vLLM's tensor; `open_pages` `[capacity, 2, kv_heads, page_size, head_dim]` in the model's dtype.
+    """One layer's pages: `payload` and `headers` as `carve` makes them; `open_pages` `[capacity, 2, kv_heads,
+    page_size, head_dim]` in the model's dtype; `pages`: where those are that `payload` has no slot for, if not all
+    have.
     """
 
     storage: tuple[int, int]
     payload: torch.Tensor
     headers: torch.Tensor
     open_pages: torch.Tensor
-    open_strides: tuple[int, int]  # elements from page to page, from keys to values
+    pages: LayerPages | None
 
     @classmethod
-    def carve(cls, kv_cache: torch.Tensor, layout: PageLayout, capacity: int, dtype: torch.dtype) -> _LayerMemory:
-        if not kv_cache.is_contiguous():
-            raise RuntimeError("KTX needs each layer's KV cache as one run: unset VLLM_KV_CACHE_LAYOUT")
-        blocks = kv_cache.shape[0]
-        flat = kv_cache.view(-1).view(torch.uint8)
-        split = blocks * layout.payload_bytes
-        headers = flat[split : split + blocks * layout.header_bytes].view(blocks, layout.header_bytes)
+    def make(
+        cls, kv_cache: torch.Tensor, layout: PageLayout, capacity: int, dtype: torch.dtype, pages: LayerPages | None
+    ) -> _LayerMemory:
+        payload, headers = carve(kv_cache, layout)
         # Lazily touched by the kernel of the operating system: a slot that is never used costs no memory.
-        shape = (capacity, 2, layout.num_kv_heads, layout.page_size, layout.head_dim)
-        open_pages = torch.empty(shape, dtype=dtype)
-        payload = flat[:split].view(blocks, layout.payload_bytes)
-        return cls((kv_cache.data_ptr(), blocks), payload, headers, open_pages, open_pages.stride()[:2])  # type: ignore[arg-type]
+        open_pages = torch.empty((capacity, 2, layout.num_kv_heads, layout.page_size, layout.head_dim), dtype=dtype)
+        return cls((kv_cache.data_ptr(), kv_cache.shape[0]), payload, headers, open_pages, pages)
+
+    @property
+    def paged(self) -> dict[str, Any]:
+        """What the attention kernels need to find pages in slots."""
+        return {} if self.pages is None else {"payload_slot": self.pages.slot_table, "residency": self.pages}
 
     def apply(self, kernels: Kernels, meta: KTXMetadata, key: torch.Tensor, value: torch.Tensor) -> None:
         """Carries out the step's plan, in the plan's order."""
@@ -383,15 +466,40 @@ class _LayerMemory:
             kernels.append(meta.layout, key, value, *meta.append, self.open_pages)
         if meta.seal_fresh is not None:
             first, block = meta.seal_fresh
-            src, strides = first * key.stride(0), (key.stride(0), key.stride(1))
-            kernels.seal(meta.layout, key, value, src, block, self.headers, self.payload, None, *strides)
+            self._seal(kernels, meta, key, value, first * key.stride(0), block, key.stride(0), key.stride(1))
         if meta.seal_open is not None:
             self._seal_slots(kernels, meta, *meta.seal_open)
 
+    def lose(self, meta: KTXMetadata, fault: TierFault) -> None:
+        """Pages that can't be had: their blocks are void, and the rows that read them go without their context."""
+        assert meta.tiers is not None
+        blocks = {page.block for page in fault.faults.values()}
+        logger.error("KTX: %s; the requests that read it are computed again", fault)
+        STATS.tier_faults += len(blocks)
+        meta.tiers.note_faults(blocks)
+        meta.drop_context(blocks)
+
+    def _seal(
+        self,
+        kernels: Kernels,
+        meta: KTXMetadata,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        source: torch.Tensor,
+        block: torch.Tensor,
+        *strides: int,
+    ) -> None:
+        to = (self.headers, self.payload)
+        if self.pages is None:
+            kernels.seal(meta.layout, key, value, source, block, *to, None, *strides)
+            return
+        for part, slots in self.pages.place(block):
+            kernels.seal(meta.layout, key, value, source[part], block[part], *to, slots, *strides)
+
     def _seal_slots(self, kernels: Kernels, meta: KTXMetadata, slot: torch.Tensor, block: torch.Tensor) -> None:
-        page, size, dim = self.open_strides[0], meta.layout.page_size, meta.layout.head_dim
+        size, dim = meta.layout.page_size, meta.layout.head_dim
         keys, values = self.open_pages[:, 0], self.open_pages[:, 1]
-        kernels.seal(meta.layout, keys, values, slot * page, block, self.headers, self.payload, None, dim, size * dim)
+        self._seal(kernels, meta, keys, values, slot * self.open_pages.stride(0), block, dim, size * dim)
 
     def _evict(self, kernels: Kernels, meta: KTXMetadata) -> None:
         for slot, _, fill in meta.evict:
@@ -403,5 +511,11 @@ class _LayerMemory:
     def _reopen(self, meta: KTXMetadata) -> None:
         quantizer = KVCacheQuantizer(meta.layout)
         for slot, block in meta.reopen:
-            for side, tensor in enumerate(quantizer.unseal(self.payload[block : block + 1], self.open_pages.dtype)):
+            try:
+                at = block if self.pages is None else self.pages.slot_of(block)
+            except TierFault as fault:
+                self.open_pages[slot] = 0
+                self.lose(meta, fault)
+                continue
+            for side, tensor in enumerate(quantizer.unseal(self.payload[at : at + 1], self.open_pages.dtype)):
                 self.open_pages[slot, side] = tensor[0].to(self.open_pages.dtype)

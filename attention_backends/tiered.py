@@ -1,8 +1,9 @@
-"""Pages that the device doesn't hold, for the backend: one hot pool, store and pipeline an engine, one view of them a layer.
+"""Pages that the device doesn't hold, for the backend: one hot pool, store and pipeline an engine, one view of them a
+layer.
 
-Everything here runs on the thread that runs the model. A page that can't be had (`TierFault`, `PoolFull`) costs the rows
-that need it, not the step: the backend computes them without context, and `take_faults` tells vLLM's scheduler which
-blocks are void, so that it computes those requests again.
+Everything here runs on the thread that runs the model. A page that can't be had (`TierFault`, `PoolFull`) costs the
+rows that need it, not the step: the backend computes them without context, and `take_faults` tells vLLM's scheduler
+which blocks are void, so that it computes those requests again.
 """
 
 from __future__ import annotations
@@ -29,35 +30,52 @@ from ..offload import (
     check_capacity,
 )
 from ..offload.capacity import GIB
-from ..offload.tiers import SCORING
+from ..offload.page_table import RESIDENT
+from ..offload.tiers import SCORING, allocate_host
 from ..tiering import TierPlan, page_spec
 from .kernels import MIN_WAVE
 
 
 class Tiers:
-    """The pages of an engine's rank: slots in `memory` (uint8 `[num_slots, payload_bytes]` a layer, in layer order) above
-    host memory and disk. Raises CapacityError, naming settings and numbers, if they can't hold `num_blocks`."""
+    """The pages of an engine's rank: slots in `memory` (uint8 `[num_slots, payload_bytes]` a layer, in layer order)
+    above host memory and disk. alone: no other rank has pages of the same blocks. Raises CapacityError, naming settings
+    and numbers, if they can't hold `num_blocks`."""
 
     def __init__(
-        self, plan: TierPlan, layout: PageLayout, num_blocks: int, memory: list[torch.Tensor], trace: Trace | None = None
+        self,
+        plan: TierPlan,
+        layout: PageLayout,
+        num_blocks: int,
+        memory: list[torch.Tensor],
+        trace: Trace | None = None,
+        alone: bool = True,
     ) -> None:
         spec = page_spec(layout, len(memory), num_blocks)
         verdict = check_capacity(spec, plan.host_bytes / GIB, plan.disk_bytes / GIB, plan.disk_dir)
         if not verdict.ok:
             raise CapacityError("KTX: " + "; ".join(verdict.errors))
-        self.warnings = verdict.warnings
+        self.warnings = list(verdict.warnings)
+        plane_bytes = plan.plane_bytes(spec)
+        if plan.scores_codes and not plane_bytes:
+            self.warnings.append(
+                "ktx.host_gib has no room for the scoring planes, which are then fetched like pages: raise it by "
+                f"{spec.num_pages * spec.scoring_bytes / GIB:.2f}"
+            )
         disk = None
         if plan.disk_bytes:
             on_disk = replace(spec, num_blocks=min(num_blocks, max(1, verdict.disk_blocks)))
             disk = DiskTier(on_disk, plan.disk_dir)  # type: ignore[arg-type]
-        self.spec, self.trace = spec, trace
-        self.store = TieredStore(spec, plan.host_bytes, disk)
-        wave = max(MIN_WAVE, len(memory[0]) // 2)
+        self.spec, self.trace, self._alone = spec, trace, alone
+        self.store = TieredStore(spec, plan.host_bytes - plane_bytes, disk)
+        wave = max(MIN_WAVE, len(memory[0]) * 7 // 8)
         self.pool = HotPool(spec, memory, self.store, plan.eviction, trace=trace, wave=wave)
         self.weighs = plan.eviction == "attention"
         ahead = min(plan.prefetch_layers, len(memory) - 1)
         self.pipeline = LayerPipeline(self.pool, len(memory), ahead)
-        self.layers = [LayerPages(self, layer) for layer in range(len(memory))]
+        self.layers = []
+        for layer, slots in enumerate(memory):
+            planes = torch.from_numpy(allocate_host(num_blocks, spec.scoring_bytes)) if plane_bytes else None
+            self.layers.append(LayerPages(self, layer, slots, planes))
         self._faults: set[int] = set()
 
     def begin_step(self, batch: Hashable) -> PoolStats:
@@ -66,7 +84,9 @@ class Tiers:
         return self.pool.take_stats()
 
     def note_faults(self, blocks: set[int]) -> None:
-        """The content of `blocks` is lost, in every layer."""
+        """The content of `blocks` is lost, in every layer. Raises RuntimeError where other ranks would use it."""
+        if not self._alone:
+            raise RuntimeError(f"KTX: blocks {sorted(blocks)} are lost on one of several ranks: the engine must stop")
         self._faults |= blocks
         self.pool.forget(sorted(blocks))
 
@@ -83,15 +103,20 @@ class Tiers:
 class LayerPages:
     """One layer's pages; the `Residency` of its kernels."""
 
-    def __init__(self, tiers: Tiers, layer: int) -> None:
+    def __init__(self, tiers: Tiers, layer: int, slots: torch.Tensor, scoring: torch.Tensor | None) -> None:
         self._tiers, self._pool, self.layer = tiers, tiers.pool, layer
+        self._slots, self.scoring = slots, scoring
         self.limit = tiers.pool.wave
+        self._batch = max(1, len(slots) // 4)  # new pages at a time: while some are filled others are written back
         self.slot_table = tiers.pool.slot_table(layer)
+        state, parts = tiers.pool.slot_flags(layer)
+        self._touched = np.zeros(len(slots), np.uint8)  # by the kernels: read without `bring`
+        arrays = (state.ctypes.data, parts.ctypes.data, self._touched.ctypes.data)
+        self.slots = (*arrays, RESIDENT, tiers.spec.all_parts)
         self._read: list[npt.NDArray[np.int32]] = []
 
     def begin(self) -> None:
         """The layer is about to run."""
-        self._read.clear()
         self._tiers.pipeline.before_layer(self.layer)
 
     def bring(self, blocks: npt.NDArray[np.int32], scoring: bool) -> None:
@@ -106,10 +131,14 @@ class LayerPages:
     def end(self) -> None:
         """The layer's kernels are done: what they read is the forecast of the next step."""
         self._pool.release(self.layer)
+        slots = np.flatnonzero(self._touched)
+        if len(slots):
+            self._touched[:] = 0
+            found = self._pool.used(self.layer, slots)
+            self._read.append(found[found >= 0])
         if self._read:
-            blocks = np.concatenate(self._read)
-            first = np.unique(blocks, return_index=True)[1]
-            self._tiers.pipeline.chosen(self.layer, blocks[np.sort(first)])
+            self._tiers.pipeline.chosen(self.layer, np.concatenate(self._read))
+            self._read.clear()
 
     def weigh(self, blocks: npt.NDArray[np.int64], mass: npt.NDArray[np.float32]) -> None:
         self._pool.weigh(self.layer, blocks, mass)
@@ -117,14 +146,16 @@ class LayerPages:
     def place(self, blocks: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """For new pages of `blocks` int32 `[n]`: positions (int64) and slots (int32), some at a time; what was to be
         written there must be when the next are asked for. Pages that find no room are left out: they are lost."""
-        for start in range(0, len(blocks), self.limit):
-            some = blocks[start : start + self.limit].numpy()
+        for start in range(0, len(blocks), self._batch):
+            some = blocks[start : start + self._batch].numpy()
             unique, where = np.unique(some, return_inverse=True)  # two rows that compute a lost block again share it
             try:
                 slots = self._pool.allocate(self.layer, unique)
             except PoolFull:
                 continue
             yield torch.arange(start, start + len(some)), torch.from_numpy(slots[where])
+            if self.scoring is not None:
+                self.scoring[unique] = self._slots[slots, : self.scoring.shape[1]]
             self._pool.commit(self.layer, unique)
             self._pool.release(self.layer)
 

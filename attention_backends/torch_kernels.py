@@ -15,6 +15,7 @@ import torch
 
 from vllm_ktx.kv_quant import KVCacheQuantizer, PageLayout
 
+from .kernels import Residency
 from .selection import ContextPages, SparseSettings, make_scorer
 from .sparse_pages import Sequence
 
@@ -26,6 +27,7 @@ class TorchKernels:
     """Seal, append and attention over torch tensors; see `cpu/csrc/ktx.h` for what each argument means."""
 
     name = "torch"
+    pages = False
 
     def seal(
         self,
@@ -92,6 +94,8 @@ class TorchKernels:
         sparse: SparseSettings | None = None,
         dropped: torch.Tensor | None = None,
         pages_read: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
+        residency: Residency | None = None,
     ) -> None:
         """Causal attention of a mixed batch into `out` `[tokens, num_q_heads, D]`.
 

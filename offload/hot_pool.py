@@ -71,6 +71,18 @@ class HotPool:
         `ensure` or `allocate` returned its page, until `release`."""
         return torch.from_numpy(self._table.slot_of[layer])
 
+    def slot_flags(self, layer: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """uint8 `[num_slots]` each, shared with the pool: a slot's state (`RESIDENT`: its parts may be read) and its
+        parts. Who finds a page readable by them, between calls of the compute thread, may read it without `ensure`."""
+        return self._table.state[layer], self._table.have[layer]
+
+    def used(self, layer: int, slots: Ints) -> npt.NDArray[np.int32]:
+        """The pages in distinct `slots` `[n]` were found there and read: the blocks that are in them, -1 for none."""
+        with self._lock:
+            self._table.policies[layer].use(slots)
+            self._moves.stats.hits += len(slots)
+            return self._table.block_of[layer, slots]
+
     def lookup(self, layer: int, blocks: npt.ArrayLike, parts: int = WHOLE) -> npt.NDArray[np.int32]:
         """`[n]`: the slots of pages whose parts are there now, -1 for others. Holds nothing."""
         wanted = self._blocks(layer, blocks)
@@ -84,10 +96,16 @@ class HotPool:
         Raises TierFault (positions in `blocks`) if pages can't be had, ValueError for more than `wave` distinct ones,
         PoolFull if the slots are held or pinned. Then the pages that came are there, and nothing new is held.
         """
-        asked = self._blocks(layer, blocks)
-        wanted, parts = np.unique(asked), self._parts(parts)
+        asked, parts, table = self._blocks(layer, blocks), self._parts(parts), self._table
+        with self._lock:  # what nearly every call finds
+            slots = table.slot_of[layer, asked]
+            if len(asked) <= self.wave and self._there(layer, slots, parts).all():
+                table.held[layer, slots] = True
+                table.policies[layer].use(slots.astype(np.int64))
+                self._moves.stats.hits += len(asked)
+                return slots
+        wanted = np.unique(asked)
         self._check_wave("ensure", len(wanted))
-        table = self._table
         with self._lock:
             stats = self._moves.stats
             before = table.held[layer].copy()
@@ -121,8 +139,12 @@ class HotPool:
         A hint: pages that are there, on their way or not in the store are left out, and so are those for which no slot
         is free or clean, or that would overfill the queue (counted as `prefetch_dropped`).
         """
-        wanted, parts = np.unique(self._blocks(layer, blocks)), self._parts(parts)
+        wanted, parts = self._blocks(layer, blocks), self._parts(parts)
         with self._lock:
+            slots = self._table.slot_of[layer, wanted]
+            if (slots >= 0).all() and (self._table.have[layer, slots] & parts == parts).all():
+                return []
+            wanted = np.unique(wanted)
             room = self._queue_pages - self._moves.queued()
             fetches, left_out = self._moves.request(layer, wanted, parts, max(room, 0), hold=False)
             self._moves.stats.prefetch_dropped += left_out
@@ -261,6 +283,4 @@ class HotPool:
 
     def _check_wave(self, what: str, count: int) -> None:
         if count > self.wave:
-            raise ValueError(
-                f"hot pool: {what} of {count} pages at once, a wave has at most {self.wave}"
-            )
+            raise ValueError(f"hot pool: {what} of {count} pages at once, a wave has at most {self.wave}")

@@ -108,3 +108,70 @@ def _wrap_cpu_backend_choice(platform: Any) -> None:
         return selected_backend.get_path()
 
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+
+
+def wrap_model_runner() -> None:
+    """Lets the builders of this process's model runners open their tiers once the cache is there, so that what can't
+    work fails at start-up, and hand lost blocks to the scheduler, as a KV connector does (`invalid_block_ids`): it
+    computes those requests again. Idempotent.
+    """
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if getattr(GPUModelRunner, "_ktx_wrapped", False):
+        return
+    initialize, sample = GPUModelRunner.initialize_kv_cache, GPUModelRunner.sample_tokens
+
+    def builders(runner: Any, what: str) -> list[Any]:
+        groups = [group for groups in runner.attn_groups for group in groups]
+        return [builder for group in groups for builder in group.metadata_builders if hasattr(builder, what)]
+
+    @functools.wraps(initialize)
+    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        for builder in builders(self, "bind"):
+            builder.bind()
+
+    @functools.wraps(sample)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lost = {block for builder in builders(self, "take_faults") for block in builder.take_faults()}
+        if lost:
+            self.kv_connector_output = self.kv_connector_output or KVConnectorOutput()
+            self.kv_connector_output.invalid_block_ids |= lost
+        return sample(self, *args, **kwargs)
+
+    GPUModelRunner.initialize_kv_cache = initialize_kv_cache  # type: ignore[method-assign]
+    GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign]
+    GPUModelRunner._ktx_wrapped = True  # type: ignore[attr-defined]
+    _limit_recomputes()
+
+
+def _limit_recomputes(most: int = 3) -> None:
+    """A request whose blocks are lost more than `most` times ends with an error; vLLM alone would try for ever.
+
+    Also keeps lost blocks, and those behind them, from other requests: vLLM leaves them in the prefix cache, and lets a
+    running request that shares them go on before they are computed again.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler._handle_invalid_blocks
+
+    @functools.wraps(original)
+    def handle_invalid_blocks(self: Any, lost: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
+        affected = original(self, lost, num_scheduled_tokens)
+        tries: dict[str, int] = self.__dict__.setdefault("_ktx_tries", {})
+        void: set[int] = set()
+        for req_id in affected:
+            request, (blocks,) = self.requests[req_id], self.kv_cache_manager.get_block_ids(req_id)
+            first = next(i for i, block in enumerate(blocks) if block in lost)
+            request.num_computed_tokens = min(request.num_computed_tokens, first * self.block_size)
+            void.update(blocks[first:])
+            tries[req_id] = tries.get(req_id, 0) + 1
+            if tries[req_id] > most:
+                self.grammar_compile_error_reqs.add(req_id)  # ends it with finish_reason "error"
+        self.kv_cache_manager.evict_blocks(void)
+        for req_id in [req_id for req_id in tries if req_id not in self.requests]:
+            del tries[req_id]
+        return affected
+
+    Scheduler._handle_invalid_blocks = handle_invalid_blocks  # type: ignore[method-assign]

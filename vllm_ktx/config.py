@@ -37,7 +37,8 @@ class KtxConfig:
         reads, see `SparseSettings`; unset: its defaults, scoring by headers where keys have no scales per channel.
     dense_layers: the first layers that read all pages whatever the context.
     audit_rate: share of steps that one layer recomputes densely, to measure what sparsity dropped; 0: none.
-    overcommit: pages for each one that the device's memory holds, at least 1; `auto`: as many as host memory and disk hold.
+    overcommit: pages for each one that the device's memory holds, at least 1; `auto`: as many as host memory and disk
+    hold.
     host_gib, disk_gib: memory and disk space for pages that the device doesn't hold, in GiB, of all ranks together.
     disk_dir: folder of the disk's file, on a local disk.
     eviction: which pages leave the device first: `lru`, `clock` or `attention`.

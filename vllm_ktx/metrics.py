@@ -32,6 +32,19 @@ _HELP = {
     "audited_recall": "True share of softmax mass that those rows had read, summed",
     "audited_claim": "The share that the estimate had claimed for them, summed",
     "audited_error": "Relative error of those rows' outputs, summed",
+    "tier_hits": "Pages asked for that had a slot on the device",
+    "tier_late": "Pages asked for that were on their way there",
+    "tier_misses": "Pages asked for that had to be fetched",
+    "tier_evictions": "Pages that left the device for others",
+    "tier_prefetched": "Pages fetched ahead",
+    "tier_prefetch_dropped": "Pages that were to be fetched ahead and found no room",
+    "tier_fetched_bytes": "Bytes moved to the device",
+    "tier_written_bytes": "Bytes moved from the device to host memory and disk",
+    "tier_stall_seconds": "Seconds that the model waited for pages and slots",
+    "tier_corrupt": "Pages whose checksum was wrong",
+    "tier_io_errors": "Page transfers that failed",
+    "tier_lost": "Pages given up because they couldn't be written",
+    "tier_faults": "Blocks handed back to the scheduler to be computed again",
 }
 _BY_LAYER = ("sparse_rows", "dropped_mass")
 
@@ -59,6 +72,19 @@ class KtxStats:
     audited_recall: float = 0.0
     audited_claim: float = 0.0
     audited_error: float = 0.0
+    tier_hits: int = 0
+    tier_late: int = 0
+    tier_misses: int = 0
+    tier_evictions: int = 0
+    tier_prefetched: int = 0
+    tier_prefetch_dropped: int = 0
+    tier_fetched_bytes: int = 0
+    tier_written_bytes: int = 0
+    tier_stall_seconds: float = 0.0
+    tier_corrupt: int = 0
+    tier_io_errors: int = 0
+    tier_lost: int = 0
+    tier_faults: int = 0
     by_layer: dict[int, list[float]] = field(default_factory=dict, repr=False)  # rows, dropped mass
     _prometheus: dict[str, Any] = field(default_factory=dict, repr=False)
     _published: dict[str, float] = field(default_factory=dict, repr=False)
@@ -90,6 +116,13 @@ class KtxStats:
         of_layer = self.by_layer.setdefault(layer, [0.0, 0.0])
         of_layer[0] += rows
         of_layer[1] += lost
+
+    def record_tiers(self, pool: Any) -> None:
+        """What a hot pool counted since the last time (`PoolStats`)."""
+        for f in dataclasses.fields(pool):
+            name = f"tier_{f.name}"
+            if name in _HELP:
+                setattr(self, name, getattr(self, name) + getattr(pool, f.name))
 
     def record_audit(self, out: Any, lse: Any, dense: Any, dense_lse: Any, dropped: Any) -> None:
         """A recomputed layer: outputs `[tokens, heads, D]`, log-sum-exps `[tokens, heads]`, `dropped` by kv head."""

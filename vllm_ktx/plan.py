@@ -7,6 +7,7 @@ from typing import Any
 
 from .attention_backends.selection import SparseSettings
 from .kv_quant import PageLayout
+from .tiering import TierPlan
 
 logger = logging.getLogger("vllm.ktx")
 
@@ -22,9 +23,11 @@ def memory_plan(
     open_capacity: int,
     max_model_len: int,
     sparse: SparseSettings | None = None,
+    tiers: TierPlan | None = None,
 ) -> list[tuple[str, str]]:
     """Rows (what, value) of the plan. `num_blocks`: None while vLLM has not decided it."""
     fmt = layout.fmt
+    tiered = tiers is not None and tiers.overcommit > 1
     token, dense = layout.bytes_per_token * num_layers, layout.dense_bytes / layout.page_size * num_layers
     open_page = layout.dense_bytes * num_layers
     scales = f"keys {fmt.k_method}, values {fmt.v_method}{' + Hadamard' if fmt.v_rotate else ''}"
@@ -46,14 +49,40 @@ def memory_plan(
         rows.append(
             ("attention", f"sparse: sinks {sparse.sinks}, window {sparse.window}, then by {sparse.scoring}: {chosen}")
         )
-    if num_blocks:
+    if num_blocks and not tiered:
         cached = f"{num_blocks:,} pages, {num_blocks * layout.page_size:,} tokens"
         rows.insert(3, ("device", f"{cached}, {gib(num_blocks * layout.page_bytes * num_layers)}"))
+    if tiers is not None and tiered:
+        rows[3:3] = _tier_rows(layout, num_layers, num_blocks, tiers)
+    return rows
+
+
+def _tier_rows(layout: PageLayout, num_layers: int, num_blocks: int | None, tiers: TierPlan) -> list[tuple[str, str]]:
+    held = tiers.blocks_held(layout, num_layers)
+    below = [f"{gib(tiers.host_bytes)} host memory"] if tiers.host_bytes else []
+    below += [f"{gib(tiers.disk_bytes)} disk in {tiers.disk_dir}"] if tiers.disk_bytes else []
+    rows = [
+        ("overcommit", f"{tiers.overcommit:.2f} pages for each that the device holds"),
+        ("below the device", f"{' + '.join(below)}: {held:,} pages, {held * layout.page_size:,} tokens"),
+    ]
+    if num_blocks:
+        device = num_blocks * layout.tiered_page_bytes(tiers.overcommit)
+        slots = layout.num_slots(num_blocks, device)
+        headers = gib(num_blocks * layout.header_bytes * num_layers)
+        rows += [
+            ("pages", f"{num_blocks:,}, {num_blocks * layout.page_size:,} tokens"),
+            ("device", f"{gib(device * num_layers)}: headers {headers}, hot pool of {slots:,} pages a layer"),
+        ]
     return rows
 
 
 def log_memory_plan(
-    vllm_config: Any, layout: PageLayout, num_layers: int, open_capacity: int, sparse: SparseSettings | None
+    vllm_config: Any,
+    layout: PageLayout,
+    num_layers: int,
+    open_capacity: int,
+    sparse: SparseSettings | None,
+    tiers: TierPlan | None = None,
 ) -> None:
     """Logs the effective settings and the plan, one aligned row each."""
     rows = memory_plan(
@@ -63,6 +92,7 @@ def log_memory_plan(
         open_capacity,
         vllm_config.model_config.max_model_len,
         sparse,
+        tiers,
     )
     width = max(len(name) for name, _ in rows)
     logger.info("KTX memory plan:\n%s", "\n".join(f"  {name:<{width}}  {value}" for name, value in rows))

@@ -1,14 +1,15 @@
 """Where an engine's pages may live beside the device, decided before vLLM lays its cache out.
 
-vLLM divides the device's memory by the bytes of a page that `customize_spec` names, `header + payload / overcommit`, and
-so decides the number of blocks; every block has a place in host memory or on disk. `auto` turns that round: as many
+vLLM divides the device's memory by the bytes of a page that `customize_spec` names, `header + payload / overcommit`,
+and so decides the number of blocks; every block has a place in host memory or on disk. `auto` turns that round: as many
 blocks as those two hold.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,24 @@ class TierPlan:
     disk_dir: Path | None
     eviction: str
     prefetch_layers: int
+    scores_codes: bool  # pages are scored by their codes, whose first plane is worth keeping in host memory
 
     def blocks_held(self, layout: PageLayout, num_layers: int) -> int:
-        """Blocks that host memory and disk hold together."""
+        """Blocks that host memory and disk hold together, their scoring planes in host memory if it has the room."""
         one = page_spec(layout, num_layers, 1)
-        return self.host_bytes // one.total_bytes + self.disk_bytes // DiskTier.file_bytes(one)
+        on_disk = self.disk_bytes // DiskTier.file_bytes(one)
+        plane = num_layers * one.scoring_bytes
+        left = self.host_bytes - on_disk * plane
+        if self.scores_codes and left >= 0:
+            return on_disk + left // (one.total_bytes + plane)
+        return on_disk + self.host_bytes // one.total_bytes
+
+    def plane_bytes(self, spec: PageSpec) -> int:
+        """Host memory that the scoring planes of `spec`'s pages take; 0 if they don't fit beside what must be there."""
+        block = replace(spec, num_blocks=1)
+        at_home = max(0, spec.num_blocks - self.disk_bytes // DiskTier.file_bytes(block))
+        planes = spec.num_pages * spec.scoring_bytes
+        return planes if self.scores_codes and planes + at_home * block.total_bytes <= self.host_bytes else 0
 
 
 def page_spec(layout: PageLayout, num_layers: int, num_blocks: int) -> PageSpec:
@@ -45,14 +59,19 @@ def page_spec(layout: PageLayout, num_layers: int, num_blocks: int) -> PageSpec:
     return PageSpec(num_blocks, num_layers, layout.payload_bytes, scoring)
 
 
-def plan_tiers(config: KtxConfig, layout: PageLayout, num_layers: int, ranks: int, device_bytes: int | None) -> TierPlan:
-    """`device_bytes`: memory of a rank's cache, all layers; None: not known yet. `overcommit` 1: the device holds all.
+def plan_tiers(
+    config: KtxConfig, layout: PageLayout, num_layers: int, ranks: int, device_bytes: int | None
+) -> TierPlan:
+    """`ranks` share what `config` gives. `device_bytes`: memory of a rank's cache, all layers; None: not known yet.
+    `overcommit` 1: the device holds all.
 
     Raises ValueError, naming setting, value and fix, for what can't work.
     """
     host, disk = (int(gib * GIB / ranks) for gib in (config.host_gib, config.disk_gib))
     folder = Path(config.disk_dir) if config.disk_dir else None
-    plan = TierPlan(1.0, host, disk, folder, config.eviction, config.prefetch_layers)
+    sparse = config.sparse_settings(layout.fmt, layout.page_size)
+    scores_codes = sparse is not None and sparse.scoring != "header"
+    plan = TierPlan(1.0, host, disk, folder, config.eviction, config.prefetch_layers, scores_codes)
     if not host + disk or config.overcommit == 1:
         return plan
     overcommit = config.overcommit
@@ -60,7 +79,7 @@ def plan_tiers(config: KtxConfig, layout: PageLayout, num_layers: int, ranks: in
         overcommit = _auto(plan, layout, num_layers, device_bytes)
     if device_bytes is not None and overcommit > 1:
         _check_slots(overcommit, layout, num_layers, device_bytes)
-    return TierPlan(float(overcommit), host, disk, folder, config.eviction, config.prefetch_layers)
+    return replace(plan, overcommit=float(overcommit))
 
 
 def _auto(plan: TierPlan, layout: PageLayout, num_layers: int, device_bytes: int | None) -> float:
@@ -78,13 +97,18 @@ def _auto(plan: TierPlan, layout: PageLayout, num_layers: int, device_bytes: int
     if layout.header_bytes:
         most = int(HEADER_SHARE * layer_bytes / layout.header_bytes)
         if blocks > most:
-            logger.warning(
-                "KTX: host memory and disk hold %d blocks, but their headers would take more than half of the device's "
-                "%.2f GiB: using %d blocks. Raise --kv-cache-memory-bytes to use all.",
-                blocks, device_bytes / GIB, most,
-            )  # fmt: skip
+            _warn(
+                f"KTX: host memory and disk hold {blocks} blocks, but their headers would take more than half of the "
+                f"device's {device_bytes / GIB:.2f} GiB: using {most} blocks. Raise --kv-cache-memory-bytes to use all."
+            )
             blocks = most
     return max(1.0, layout.payload_bytes / (layer_bytes / blocks - layout.header_bytes))
+
+
+@functools.cache
+def _warn(line: str) -> None:
+    """Once: every layer plans for itself."""
+    logger.warning(line)
 
 
 def _check_slots(overcommit: float, layout: PageLayout, num_layers: int, device_bytes: int) -> None:
@@ -94,8 +118,8 @@ def _check_slots(overcommit: float, layout: PageLayout, num_layers: int, device_
     if slots < MIN_SLOTS:
         need = num_layers * (MIN_SLOTS * layout.payload_bytes + blocks * layout.header_bytes)
         raise ValueError(
-            f"ktx.overcommit={overcommit:.4g} leaves {max(slots, 0)} slots a layer on the device, at least {MIN_SLOTS} are "
-            f"needed: lower ktx.overcommit, or raise --kv-cache-memory-bytes to {need} or more"
+            f"ktx.overcommit={overcommit:.4g} leaves {max(slots, 0)} slots a layer on the device, at least {MIN_SLOTS} "
+            f"are needed: lower ktx.overcommit, or raise --kv-cache-memory-bytes to {need} or more"
         )
 
 

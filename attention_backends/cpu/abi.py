@@ -72,7 +72,15 @@ BRING = CFUNCTYPE(c_int32, c_void_p, POINTER(c_int32), c_int32, c_int32)
 
 
 class Residency(Structure):
-    _fields_ = [("bring", BRING), ("context", c_void_p), ("limit", c_int32), ("num_blocks", c_int32)]
+    _fields_ = [
+        ("bring", BRING),
+        ("context", c_void_p),
+        *((name, c_int32) for name in ("limit", "num_blocks")),
+        ("scoring", c_void_p),
+        ("scoring_stride", c_int64),
+        *((name, c_void_p) for name in ("slot_state", "slot_parts", "touched")),
+        *((name, c_int32) for name in ("resident", "whole")),
+    ]
 
 
 class AttentionArgs(Structure):

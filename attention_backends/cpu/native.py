@@ -127,6 +127,8 @@ class CpuKernels:
     Index tensors are contiguous; out-of-range indices are not checked. `num_threads=0` means OpenMP's default.
     """
 
+    pages = True
+
     def __init__(self, library: ctypes.CDLL) -> None:
         """Takes a loaded library. Raises ImportError if it was built from another version of the ABI."""
         library.ktx_isa.restype = c_char_p
@@ -292,7 +294,13 @@ class CpuKernels:
         if residency is not None:
             _need(residency.limit >= MIN_WAVE, "residency.limit", residency.limit, f"at least {MIN_WAVE}")
             caller = _Bringer(residency)
-            args.residency = pointer(abi.Residency(caller.function, None, residency.limit, len(open_slot)))
+            planes, slots = residency.scoring, residency.slots
+            if planes is not None:
+                _check_bytes("residency.scoring", planes, layout.scoring_bytes)
+            args.residency = pointer(abi.Residency(
+                caller.function, None, residency.limit, len(open_slot), _ptr(planes),
+                0 if planes is None else planes.stride(0), *(slots or (None, None, None, 0, 0)),
+            ))  # fmt: skip
         code = self._library.ktx_attention(byref(args))
         if residency is not None and caller.error is not None:
             raise caller.error

@@ -1,5 +1,6 @@
 """Kernels over pages that are not all resident: the same bits as with everything resident, whatever a wave holds."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,9 +18,10 @@ MIXED = [(1, 4000), (3, 2100), (150, 1900), (1, 0), (64, 2560), (0, 700), (200, 
 
 
 class Pool:
-    """`limit` slots of garbage; a wave's pages are put into scattered ones of them and nowhere else."""
+    """`limit` slots of garbage; a wave's pages are put into scattered ones of them and nowhere else. `planes`: the
+    bytes that scoring reads are kept beside it."""
 
-    def __init__(self, batch, limit):
+    def __init__(self, batch, limit, planes=False):
         self.limit, self.source = limit, batch.inputs["payload"]
         slots = batch.inputs["payload_slot"]
         self.home = torch.arange(len(batch.inputs["open_slot"])).int() if slots is None else slots
@@ -27,6 +29,10 @@ class Pool:
         self.payload = torch.full((limit, self.source.shape[1]), 0xAB, dtype=torch.uint8)
         self.payload_slot = torch.full_like(self.open_slot, -1)
         self.waves, self.brought, self.probed = 0, 0, 0
+        self.scoring, self.slots = None, None
+        if planes:
+            self.scoring = torch.full((len(self.home), self.scoring_bytes + 64), 0xAB, dtype=torch.uint8)
+            self.scoring[:, : self.scoring_bytes] = self.source[self.home.long(), : self.scoring_bytes]
 
     def bring(self, blocks, scoring):
         wanted = torch.from_numpy(blocks).long()
@@ -59,12 +65,12 @@ def run(batch, sparse, pool=None, threads=1):
     return [out, lse, *(extra[name] for name in ("dropped", "pages_read", "chosen") if name in extra)]
 
 
-def same(batch, sparse=None, limits=(16, 23, 64), threads=(1, 3), isas=ISAS):
+def same(batch, sparse=None, limits=(16, 23, 64), threads=(1, 3), isas=ISAS, planes=False):
     for isa in isas:
         kernels.set_isa(isa)
         want = run(batch, sparse)
         for limit in limits:
-            pool = Pool(batch, limit)
+            pool = Pool(batch, limit, planes)
             found = run(batch, sparse, pool, threads[limit % len(threads)])
             for x, y in zip(found, want, strict=True):
                 assert torch.equal(x.nan_to_num(7), y.nan_to_num(7)), (isa, limit)
@@ -96,6 +102,8 @@ def test_sparse(scoring, bits, spread):
     batch = make_batch(MIXED, make_format(*bits), page_spread=spread)
     pool = same(batch, SparseSettings(**SMALL, scoring=scoring), limits=(16, 40))
     assert bool(pool.probed) == (scoring != "header")
+    pool = same(batch, SparseSettings(**SMALL, scoring=scoring), limits=(16, 40), planes=True)
+    assert not pool.probed
 
 
 def test_open_tail_residual_pages_and_sealed_tails():
@@ -111,6 +119,33 @@ def test_rows_that_share_their_prefix_bring_it_once():
     pool = Pool(batch, 20)
     run(batch, None, pool)
     assert (pool.waves, pool.brought) == (1, 20)
+
+
+def test_waves_whose_pages_are_all_there_are_not_brought():
+    batch = make_batch([(1, 1280), (70, 640)], extra_open=0)
+    pool = Pool(batch, 32)
+    state, parts, touched = (np.zeros(32, np.uint8) for _ in range(3))
+    pool.slots = (*(x.ctypes.data for x in (state, parts, touched)), 3, 7)
+    want = run(batch, None)
+
+    def check(waves, marks):
+        pool.waves = 0
+        for x, y in zip(run(batch, None, pool), want, strict=True):
+            assert torch.equal(x, y)
+        assert (pool.waves, int(touched.sum())) == (waves, marks)
+
+    check(2, 0)  # each row's pages
+    blocks = torch.cat([batch.inputs["block_table"][0, :20], batch.inputs["block_table"][1, :10]])
+    pool.limit = 30
+    pool.bring(blocks.numpy(), False)
+    pool.limit = 32
+    state[:], parts[:] = 3, 7
+    check(0, 30)
+    touched[:] = 0
+    parts[pool.payload_slot[blocks[25].long()]] = 5
+    check(1, 20)
+    pool.payload_slot[blocks[3].long()] = -1
+    check(2, 20)
 
 
 def test_what_bring_raises_is_raised_and_a_small_limit_refused():

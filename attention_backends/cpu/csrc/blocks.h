@@ -135,10 +135,7 @@ struct BlockChoice {
   // Plane 0 of probes[from .. to) takes the place of their shares.
   void probe(const int32_t* probes, int from, int to, Workspace& ws) {
     float* scratch = ws.get<float>(kDecodeScores, kBatch * kQueryStride);
-    const auto page = [&](int i) {
-      const int block = a.block_table[int64_t(row) * a.table_stride + first + probes[i]];
-      return head_page(lay, a.payload + int64_t(a.payload_slot ? a.payload_slot[block] : block) * a.payload_stride, kv_head);
-    };
+    const auto page = [&](int i) { return head_page(lay, scoring_page(a, row, first + probes[i]), kv_head); };
     for (int g = 0; from < to && g < group * kBatches; g++) {
       load_batch(g);
       for (int i = from; i < to; i++) {

@@ -72,6 +72,13 @@ KTX_INLINE PageRef page_at(const AttentionArgs& a, int row, int index) {
   return ref;
 }
 
+// The sealed page of a row as scoring by plane 0 reads it, also where an open copy of it exists.
+KTX_INLINE const uint8_t* scoring_page(const AttentionArgs& a, int row, int index) {
+  const int block = a.block_table[int64_t(row) * a.table_stride + index];
+  if (a.residency && a.residency->scoring) return a.residency->scoring + block * a.residency->scoring_stride;
+  return a.payload + int64_t(a.payload_slot ? a.payload_slot[block] : block) * a.payload_stride;
+}
+
 KTX_INLINE const uint8_t* plain_keys(const AttentionArgs& a, const PageRef& ref, int kv_head) {
   return ref.plain + int64_t(kv_head) * a.layout->page_size * a.layout->head_dim * dtype_bytes(a.dtype);
 }

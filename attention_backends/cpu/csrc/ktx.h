@@ -74,10 +74,17 @@ struct SparseArgs {
 // Where not all pages are resident: before a wave of tasks reads sealed pages, `bring` makes those of `count` distinct
 // blocks (at most `limit`) readable through payload_slot, alone the bytes up to k_plane1 if `scoring`, until its next
 // call. Called by the thread that called the kernel. A result other than 0 ends the kernel, which then returns -2.
+// It isn't called for waves whose slots all have `slot_state` resident and `slot_parts` whole; theirs get 1 in `touched`.
+// The first bytes of every page may also lie somewhere else (`scoring`), and are then never brought.
 struct Residency {
   int32_t (*bring)(void* context, const int32_t* blocks, int32_t count, int32_t scoring);
   void* context;
   int32_t limit, num_blocks;           // limit: at least 16
+  const uint8_t* scoring;              // [num_blocks], or null
+  int64_t scoring_stride;              // bytes
+  const uint8_t *slot_state, *slot_parts;  // [num_slots], or null
+  uint8_t* touched;                    // [num_slots]
+  int32_t resident, whole;
 };
 
 // Causal attention of a mixed batch. Row r has queries cu_q[r] .. cu_q[r+1] (its fresh tokens, whose keys and values

@@ -238,10 +238,7 @@ struct SparsePlan {
     const int32_t* list = u.list + t.kv_head * u.stride;
     float* q = ws.get<float>(kDecodeQuery, 2 * kMaxGroup * kQueryStride);
     float* scratch = q + kMaxGroup * kQueryStride;
-    const auto page = [&](int i) {
-      const int block = a.block_table[int64_t(u.row) * a.table_stride + u.first + list[i]];
-      return head_page(lay, a.payload + int64_t(a.payload_slot ? a.payload_slot[block] : block) * a.payload_stride, t.kv_head);
-    };
+    const auto page = [&](int i) { return head_page(lay, scoring_page(a, u.row, u.first + list[i]), t.kv_head); };
     for (int g = 0; g < group; g += kMaxGroup) {
       const int n = min_of(kMaxGroup, group - g);
       load_query(u, t.kv_head, g, n, q);
@@ -292,11 +289,17 @@ struct SparsePlan {
       });
   }
 
-  // Appends tasks of `step` items over `count`, for every head; counts only if tasks is null.
-  void add(int unit, int kv_head, int count, int step, int kind) {
-    for (int begin = 0; begin < count; begin += step) {
-      if (tasks) tasks[num_tasks] = {unit, kv_head, begin, min_of(count, begin + step), kind};
-      num_tasks++;
+  // Appends tasks of `step` items over `count(head)`, neighbours in the lists of all heads before what lies behind them.
+  template <class F>
+  void add(int unit, int num_heads, int step, int kind, F count) {
+    bool more = true;
+    for (int begin = 0; more; begin += step) {
+      more = false;
+      for (int h = 0; h < num_heads; h++) {
+        const int n = count(h);
+        if (begin < n) tasks[num_tasks++] = {unit, h, begin, min_of(n, begin + step), kind};
+        more = more || begin + step < n;
+      }
     }
   }
 
@@ -305,12 +308,15 @@ struct SparsePlan {
   void list_tasks(int phase) {
     num_tasks = 0;
     for (int i = 0; i < num_units; i++) {
-      if (phase == 1) add(i, 0, units[i].count, kScanPages, kScan);
-      for (int h = 0; h < heads; h++) {
-        if (phase == 1) add(i, h, units[i].fresh, units[i].fresh, kFresh), add(i, h, always_pages(units[i]), kSplitPages, kAlways);
-        if (phase == 3 && s.scoring != kScoreHeader) add(i, h, units[i].length[h], a.residency ? kLeastWave : kProbePages, kProbe);
-        if (phase == 5) add(i, h, units[i].length[h], kSplitPages, kChosen);
+      const Unit& u = units[i];
+      const auto chosen = [&](int h) { return u.length[h]; };
+      if (phase == 1) {
+        add(i, 1, kScanPages, kScan, [&](int) { return u.count; });
+        if (u.fresh) add(i, heads, u.fresh, kFresh, [&](int) { return u.fresh; });
+        add(i, heads, kSplitPages, kAlways, [&](int) { return always_pages(u); });
       }
+      if (phase == 3 && s.scoring != kScoreHeader) add(i, heads, a.residency ? kLeastWave : kProbePages, kProbe, chosen);
+      if (phase == 5) add(i, heads, kSplitPages, kChosen, chosen);
     }
   }
 

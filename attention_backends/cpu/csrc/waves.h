@@ -30,7 +30,7 @@ class Waves {
   // f(row, page) for each page that task i reads.
   template <class F>
   int next(int begin, int end, bool scoring, F visit) {
-    if (!r || stopped) return stopped ? begin : end;
+    if (stopped || all_there(scoring)) return stopped ? begin : end;
     start();
     int i = begin;
     for (; i < end; i++) {
@@ -51,10 +51,10 @@ class Waves {
     bool any = false;
     for (int i = 0; i < n; i++) {
       sweeps[i].at = sweeps[i].to;
-      if (!r && !stopped) sweeps[i].to = sweeps[i].count;
+      if (all_there(scoring)) sweeps[i].to = sweeps[i].count;
       any = any || sweeps[i].at < sweeps[i].count;
     }
-    if (!r || stopped || !any) return any && !stopped;
+    if (all_there(scoring) || stopped || !any) return any && !stopped;
     start();
     for (bool fits = true; fits;) {
       int page = INT32_MAX;
@@ -80,6 +80,8 @@ class Waves {
   int32_t now = 0, count = 0;
   bool stopped = false;
 
+  bool all_there(bool scoring) const { return !r || (scoring && r->scoring); }
+
   void start() { now++, count = 0; }
 
   bool add(int row, int page, bool scoring) {
@@ -91,8 +93,18 @@ class Waves {
     return true;
   }
 
+  bool all_resident() const {
+    if (!r->slot_state) return false;
+    for (int i = 0; i < count; i++) {
+      const int slot = a.payload_slot[pages[i]];
+      if (slot < 0 || r->slot_state[slot] != r->resident || r->slot_parts[slot] != r->whole) return false;
+    }
+    for (int i = 0; i < count; i++) r->touched[a.payload_slot[pages[i]]] = 1;
+    return true;
+  }
+
   bool bring(bool scoring) {
-    stopped = count && r->bring(r->context, pages, count, scoring);
+    stopped = count && !all_resident() && r->bring(r->context, pages, count, scoring);
     return !stopped;
   }
 };
