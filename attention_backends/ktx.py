@@ -185,8 +185,6 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         self._close_tiers: Callable[[], Any] = lambda: None
         self._open_pages: OpenPages | None = None
         STATS.publish()
-        if self.tier_plan.overcommit > 1:
-            _compat.wrap_model_runner()
         log_memory_plan(
             vllm_config, self.layout, len(layer_names), self._capacity(1 << 30), self.sparse, self.tier_plan
         )
@@ -320,6 +318,8 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
                 f"ktx.overcommit needs the native kernels, and these are {self.kernels.name}: set ktx.overcommit to 1, "
                 "or install a C++ compiler and reinstall vllm-ktx"
             )
+        if _seen.overcommit > 1:
+            _compat.wrap_model_runner()  # before it makes the cache
         self.pages: LayerPages | None = None
         self._memory: _LayerMemory | None = None
 

@@ -60,10 +60,15 @@ def page_spec(layout: PageLayout, num_layers: int, num_blocks: int) -> PageSpec:
 
 
 def plan_tiers(
-    config: KtxConfig, layout: PageLayout, num_layers: int, ranks: int, device_bytes: int | None
+    config: KtxConfig,
+    layout: PageLayout,
+    num_layers: int,
+    ranks: int,
+    device_bytes: int | None,
+    blocks: int | None = None,
 ) -> TierPlan:
     """`ranks` share what `config` gives. `device_bytes`: memory of a rank's cache, all layers; None: not known yet.
-    `overcommit` 1: the device holds all.
+    `blocks`: how many there will be (`--num-gpu-blocks-override`). `overcommit` 1: the device holds all.
 
     Raises ValueError, naming setting, value and fix, for what can't work.
     """
@@ -76,30 +81,40 @@ def plan_tiers(
         return plan
     overcommit = config.overcommit
     if not isinstance(overcommit, (int, float)):
-        overcommit = _auto(plan, layout, num_layers, device_bytes)
-    if device_bytes is not None and overcommit > 1:
-        _check_slots(overcommit, layout, num_layers, device_bytes)
+        overcommit = _auto(plan, layout, num_layers, device_bytes, blocks)
+    if overcommit > 1 and blocks is not None:
+        _check_slots(overcommit, layout, blocks, blocks * layout.tiered_page_bytes(overcommit), num_layers)
+    elif overcommit > 1 and device_bytes is not None:
+        layer_bytes = device_bytes // num_layers
+        blocks = layer_bytes // layout.tiered_page_bytes(overcommit)
+        _check_slots(overcommit, layout, blocks, layer_bytes, num_layers)
     return replace(plan, overcommit=float(overcommit))
 
 
-def _auto(plan: TierPlan, layout: PageLayout, num_layers: int, device_bytes: int | None) -> float:
+def _auto(
+    plan: TierPlan, layout: PageLayout, num_layers: int, device_bytes: int | None, blocks: int | None = None
+) -> float:
     if device_bytes is None:
         raise ValueError(
             "ktx.overcommit='auto' needs the device's share to be known: set --kv-cache-memory-bytes, or give "
             "ktx.overcommit a number (pages for each one that the device holds)"
         )
-    layer_bytes, blocks = device_bytes / num_layers, plan.blocks_held(layout, num_layers)
+    layer_bytes = device_bytes / num_layers
+    if blocks is not None:
+        return max(1.0, layout.payload_bytes / max(layer_bytes / blocks - layout.header_bytes, 1.0))
+    blocks = plan.blocks_held(layout, num_layers)
     if blocks == 0:
         raise ValueError(
             f"ktx.host_gib and ktx.disk_gib hold not one block ({page_spec(layout, num_layers, 1).total_bytes} bytes): "
             "raise them"
         )
     if layout.header_bytes:
-        most = int(HEADER_SHARE * layer_bytes / layout.header_bytes)
+        room = min(HEADER_SHARE * layer_bytes, layer_bytes - (MIN_SLOTS + 1) * layout.payload_bytes)
+        most = max(1, int(room / layout.header_bytes))
         if blocks > most:
             _warn(
-                f"KTX: host memory and disk hold {blocks} blocks, but their headers would take more than half of the "
-                f"device's {device_bytes / GIB:.2f} GiB: using {most} blocks. Raise --kv-cache-memory-bytes to use all."
+                f"KTX: host memory and disk hold {blocks} blocks, but the device's {device_bytes / GIB:.2f} GiB have no "
+                f"room for so many headers beside a hot pool: using {most}. Raise --kv-cache-memory-bytes to use all."
             )
             blocks = most
     return max(1.0, layout.payload_bytes / (layer_bytes / blocks - layout.header_bytes))
@@ -111,9 +126,7 @@ def _warn(line: str) -> None:
     logger.warning(line)
 
 
-def _check_slots(overcommit: float, layout: PageLayout, num_layers: int, device_bytes: int) -> None:
-    layer_bytes = device_bytes // num_layers
-    blocks = layer_bytes // layout.tiered_page_bytes(overcommit)
+def _check_slots(overcommit: float, layout: PageLayout, blocks: int, layer_bytes: int, num_layers: int) -> None:
     slots = layout.num_slots(blocks, layer_bytes)
     if slots < MIN_SLOTS:
         need = num_layers * (MIN_SLOTS * layout.payload_bytes + blocks * layout.header_bytes)
@@ -125,6 +138,7 @@ def _check_slots(overcommit: float, layout: PageLayout, num_layers: int, device_
 
 def engine_plan(vllm_config: Any, config: KtxConfig, layout: PageLayout) -> TierPlan:
     """The plan of one rank of `vllm_config`'s engine."""
-    parallel = vllm_config.parallel_config
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     layers = vllm_config.model_config.get_num_layers(parallel)
-    return plan_tiers(config, layout, layers, parallel.world_size, vllm_config.cache_config.kv_cache_memory_bytes)
+    blocks = cache.num_gpu_blocks_override
+    return plan_tiers(config, layout, layers, parallel.world_size, cache.kv_cache_memory_bytes, blocks)
