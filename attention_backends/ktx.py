@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from .. import _compat
 from ..config import FORMAT_OF_CACHE_DTYPE
 from ..kv_quant import KVCacheQuantizer, KVFormat, PageLayout
-from ..metrics import STATS
+from ..metrics import STATS, TRACES
 from ..offload import OpenPages, StepPlan, TierFault, Trace
 from ..plan import log_memory_plan
 from ..plugin import ktx_config
@@ -181,6 +182,8 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         self.audit = Audit(config.audit_rate)
         self.tier_plan = engine_plan(vllm_config, config, self.layout)
         self.trace = Trace() if config.trace else None
+        if self.trace is not None:
+            TRACES.add(self.trace)
         self.tiers: Tiers | None = None
         self._close_tiers: Callable[[], Any] = lambda: None
         self._open_pages: OpenPages | None = None
@@ -343,6 +346,7 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         query, key, value = query[:tokens], key[:tokens], value[:tokens]
         if key.stride() != value.stride():  # the kernels take one set of strides for both
             key, value = key.contiguous(), value.contiguous()
+        start = time.perf_counter()
         if self.pages is not None:
             self.pages.begin()
         memory.apply(self.kernels, meta, key, value)
@@ -364,7 +368,7 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
             except TierFault as fault:  # costs the rows that need the page; the others are computed as ever
                 memory.lose(meta, fault)
         if self.pages is not None:
-            self.pages.end()
+            self.pages.end(start)
         STATS.attention_calls += 1
         return output
 

@@ -8,6 +8,7 @@ which blocks are void, so that it computes those requests again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
@@ -128,8 +129,10 @@ class LayerPages:
         if not scoring:
             self._read.append(blocks.copy())
 
-    def end(self) -> None:
-        """The layer's kernels are done: what they read is the forecast of the next step."""
+    def end(self, start: float) -> None:
+        """The layer's kernels, which began at `start`, are done: what they read is the forecast of the next step."""
+        if self._tiers.trace is not None:
+            self._tiers.trace.add("attention", start, time.perf_counter(), layer=self.layer)
         self._pool.release(self.layer)
         slots = np.flatnonzero(self._touched)
         if len(slots):

@@ -1,25 +1,34 @@
 """Needles in a long context, end to end through `vllm.LLM`: accuracy, time to first token, decode speed, bytes.
 
     python -m benchmarks.retrieval --context 131072 --needles 50 --format k4v4 [--stock] [--json] [--save]
+    python -m benchmarks.retrieval --device-fraction 0.0625 [--disk DIR] ...
 
 The constructed retrieval model (benchmarks.models.retrieval) holds a key and value every four tokens, so its keys are
 as good as random: the hardest case for page headers. Each needle is one request: the whole context and a key from some
 depth of it; the next token must be the key's value. The first request pays for reading the context (time to first
 token), the others hit the prefix cache. `--stock` runs stock vLLM on the same requests in the same run.
+
+`--device-fraction F`: the device has F of the context's keys and values in bf16, the rest lives in host memory, or on
+the disk of `--disk`; the same run then compares every token with an engine that has everything on the device, and shows
+what stock vLLM says to so little memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from typing import Any
 
 from benchmarks import engine, harness, models, tasks
+from vllm_ktx.config import DEFAULT_PAGE_SIZE
+from vllm_ktx.kv_quant import PageLayout, parse_format
 
 CHUNK = 2048
 DECODE_TOKENS = 64
+LAYERS = 2  # of the retrieval model
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,9 +37,12 @@ def main(argv: list[str] | None = None) -> int:
     recall = tasks.dense_recall(args.context, preset.vocab, args.needles)
     say(f"{args.context:,} tokens, {args.needles} needles, format {args.format}")
     ktx = {"format": args.format, **args.ktx}
-    ours = measure(args, recall, ktx)
+    tiers = tier_settings(args)
+    ours = measure(args, recall, {**ktx, **tiers})
     document = {**harness.environment(), "context": args.context, "needles": args.needles, "format": args.format}
-    document |= {"ktx": ktx, "threads": args.threads, **ours}
+    document |= {"ktx": {**ktx, **tiers}, "threads": args.threads, **ours}
+    if tiers:
+        document |= compare_with_resident(args, recall, ktx, ours)
     if args.stock:
         stock = measure(args, recall, None)
         document["stock"] = stock
@@ -39,10 +51,11 @@ def main(argv: list[str] | None = None) -> int:
     report(document)
     if args.save:
         harness.RESULTS.mkdir(exist_ok=True)
-        (harness.RESULTS / f"retrieval-{args.context}.json").write_text(json.dumps(document, indent=2) + "\n")
+        kind = f"-{'disk' if args.disk else 'host'}-{args.device_fraction:g}" if tiers else ""
+        (harness.RESULTS / f"retrieval-{args.context}{kind}.json").write_text(json.dumps(document, indent=2) + "\n")
     if args.json:
         print(json.dumps(document))
-    return 0 if ours["accuracy"] == 1.0 else 1
+    return 0 if ours["accuracy"] == 1.0 and document.get("same_tokens", True) else 1
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -54,6 +67,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--format", default="k4v4", help="page format (default: k4v4)")
     parser.add_argument("--ktx", type=json.loads, default={}, help="further KTX settings, as JSON")
     parser.add_argument("--stock", action="store_true", help="stock vLLM too; it needs minutes at 131072 tokens")
+    parser.add_argument(
+        "--device-fraction",
+        type=float,
+        metavar="F",
+        help="device memory, as a share of the bf16 context",
+    )
+    parser.add_argument("--disk", metavar="DIR", help="with --device-fraction: pages beside the device on DIR's disk")
     parser.add_argument("--threads", type=int, default=2, help="OpenMP threads of both (default: 2)")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/retrieval-CONTEXT.json")
@@ -64,23 +84,72 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def measure(args: argparse.Namespace, recall: tasks.Recall, ktx: dict[str, Any] | None) -> dict[str, Any]:
-    """Figures of one engine, in a process of its own."""
-    import os
+def layout_of(args: argparse.Namespace) -> tuple[PageLayout, int]:
+    """A page of the retrieval model, and how many layers have it."""
+    preset = models.PRESETS["retrieval"]
+    fmt = parse_format(args.format)
+    return PageLayout(fmt, DEFAULT_PAGE_SIZE, preset.kv_heads, preset.head_dim), LAYERS
 
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    name = "stock vLLM" if ktx is None else "KTX"
-    say(f"{name}: starting")
-    setup = engine.Engine(
+
+def device_bytes(args: argparse.Namespace) -> int:
+    """What `--device-fraction` gives the device."""
+    layout, layers = layout_of(args)
+    return int(args.device_fraction * layout.dense_bytes // layout.page_size * layers * args.context)
+
+
+def tier_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Room for the context beside the device, with a tenth to spare."""
+    if args.device_fraction is None:
+        return {}
+    layout, layers = layout_of(args)
+    blocks = 1.1 * args.context / layout.page_size + 16
+    planes, pages = (blocks * layers * size / 2**30 for size in (layout.scoring_bytes, layout.payload_bytes))
+    if args.disk:
+        return {"host_gib": round(1.05 * planes, 4), "disk_gib": round(1.2 * pages, 4), "disk_dir": args.disk}
+    return {"host_gib": round(planes + pages, 4)}
+
+
+def compare_with_resident(
+    args: argparse.Namespace, recall: tasks.Recall, ktx: dict[str, Any], ours: dict[str, Any]
+) -> dict[str, Any]:
+    """The same requests with everything on the device, and stock vLLM with as little memory as we had."""
+    small, args = device_bytes(args), argparse.Namespace(**{**vars(args), "device_fraction": None})
+    resident = measure(args, recall, ktx)
+    say("stock vLLM with the same memory: starting")
+    try:
+        engine.run(setup(args, None, small), ask, recall)
+        refusal = None
+    except RuntimeError as error:
+        lines = [line for line in str(error).splitlines() if "KV cache" in line]
+        refusal = lines[-1] if lines else str(error).splitlines()[-1]
+    return {
+        "same_tokens": resident["tokens"] == ours["tokens"],
+        "resident": resident,
+        "ratio_ttft_resident": round(ours["ttft_s"] / resident["ttft_s"], 3),
+        "ratio_decode_resident": round(resident["decode_tok_s"] / ours["decode_tok_s"], 3),
+        "stock_with_this_memory": refusal,
+    }
+
+
+def setup(args: argparse.Namespace, ktx: dict[str, Any] | None, cache_bytes: int) -> engine.Engine:
+    return engine.Engine(
         str(models.path("retrieval")),
         max_model_len=args.context + 8,  # the model's last positions
         ktx=ktx,
         chunk=CHUNK,
         rows=4,
-        cache_bytes=1 << 30,
+        cache_bytes=cache_bytes,
         options={"dtype": "bfloat16", "enable_prefix_caching": True},
     )
-    ran = engine.run(setup, ask, recall)
+
+
+def measure(args: argparse.Namespace, recall: tasks.Recall, ktx: dict[str, Any] | None) -> dict[str, Any]:
+    """Figures of one engine, in a process of its own."""
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    name = "stock vLLM" if ktx is None else "KTX"
+    say(f"{name}: starting")
+    room = 1 << 30 if args.device_fraction is None else device_bytes(args)
+    ran = engine.run(setup(args, ktx, room), ask, recall)
     return {**ran.value, "kernels": ran.kernels, "counters": ran.counters}
 
 
@@ -95,8 +164,9 @@ def ask(llm: Any, recall: tasks.Recall) -> dict[str, Any]:
     answers = engine.generate(llm, questions, 1)
     right = [got[0] == want for got, want in zip(answers, recall.answers, strict=True)]
     room = llm.llm_engine.model_config.max_model_len - len(base)
-    _, _, rate = step_through(llm, base, min(DECODE_TOKENS, room), "answering")
+    tokens, _, rate = step_through(llm, base, min(DECODE_TOKENS, room), "answering")
     return {
+        "tokens": [*(token for answer in answers for token in answer), *tokens],
         "accuracy": sum(right) / len(right),
         "ttft_s": round(ttft, 3),
         "decode_tok_s": round(rate, 3),
@@ -131,17 +201,23 @@ def cache_bytes(llm: Any, tokens: int) -> dict[str, int]:
     config = llm.llm_engine.vllm_config
     layers = config.compilation_config.static_forward_context.values()
     blocks, size = config.cache_config.num_gpu_blocks, config.cache_config.block_size
-    page = sum(layer.kv_cache.numel() * layer.kv_cache.element_size() // blocks for layer in layers)
+    total = sum(layer.kv_cache.numel() * layer.kv_cache.element_size() for layer in layers)
     dense = sum(2 * layer.impl.num_kv_heads * layer.impl.head_size * 2 for layer in layers)
-    return {"device_bytes": page * -(-tokens // size), "kv_bytes_bf16": dense * tokens}
+    tiered = any(getattr(layer.impl, "pages", None) is not None for layer in layers)
+    used = total if tiered else total // blocks * -(-tokens // size)
+    return {"device_bytes": used, "kv_bytes_bf16": dense * tokens}
 
 
 def report(document: dict[str, Any]) -> None:
-    rows = [("", "KTX", "stock vLLM" if "stock" in document else "")]
+    other = next((name for name in ("stock", "resident") if name in document), "")
+    rows = [("", "KTX", {"stock": "stock vLLM", "resident": "all on device"}.get(other, ""))]
     for key in ("accuracy", "ttft_s", "decode_tok_s", "device_bytes", "kv_bytes_bf16"):
-        rows.append((key, document[key], document.get("stock", {}).get(key, "")))
+        rows.append((key, document[key], document.get(other, {}).get(key, "")))
     for name, ours, stock in rows:
         print(f"{name:<16}{ours!s:>14}{stock!s:>14}", file=sys.stderr)
+    if "same_tokens" in document:
+        say(f"the same tokens as with everything on the device: {'yes' if document['same_tokens'] else 'NO'}")
+        say(f"stock vLLM with this memory: {document['stock_with_this_memory'] or 'ran'}")
 
 
 def say(line: str) -> None:

@@ -7,6 +7,7 @@ start, since the API server and the worker are different processes. The prefix i
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,8 +166,17 @@ class KtxStats:
 
 
 STATS = KtxStats()
+TRACES: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process's engines that were asked for one
 
 
 def snapshot(worker: Any = None) -> dict[str, Any]:
     """This process's counters; also callable through `LLM.collective_rpc(snapshot)`."""
     return STATS.snapshot()
+
+
+def chrome_trace(worker: Any = None) -> dict[str, Any]:
+    """What this process computed, fetched and wrote when, in Chrome's format; needs `ktx.trace`. Also callable through
+    `LLM.collective_rpc(chrome_trace)`. Raises RuntimeError if there is none."""
+    for trace in TRACES:
+        return trace.chrome()
+    raise RuntimeError("there is no trace: set ktx.trace to true, and ktx.host_gib or ktx.disk_gib so that pages move")

@@ -113,8 +113,8 @@ def _auto(
         most = max(1, int(room / layout.header_bytes))
         if blocks > most:
             _warn(
-                f"KTX: host memory and disk hold {blocks} blocks, but the device's {device_bytes / GIB:.2f} GiB have no "
-                f"room for so many headers beside a hot pool: using {most}. Raise --kv-cache-memory-bytes to use all."
+                f"KTX: host memory and disk hold {blocks} blocks, but the device's {device_bytes / GIB:.2f} GiB have "
+                f"no room for so many headers beside a pool: using {most}. Raise --kv-cache-memory-bytes to use all."
             )
             blocks = most
     return max(1.0, layout.payload_bytes / (layer_bytes / blocks - layout.header_bytes))

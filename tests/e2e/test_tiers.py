@@ -178,7 +178,6 @@ def test_a_chat_goes_on_from_turns_that_are_on_disk(retrieval_small, tmp_path):
     context = recall.ids[: recall.positions[0] - 1]
     disk = {"host_gib": 0.002, "disk_gib": 0.08, "disk_dir": str(tmp_path)}
     turns = np.linspace(1200, len(context), 20).astype(int) // 4 * 4
-    known = {key: value for key, value in zip(context[::4], context[1::4], strict=False)}
     with paged(retrieval_small, disk) as llm:
         cached_before = 0
         for turn, length in enumerate(turns.tolist()):
@@ -188,7 +187,6 @@ def test_a_chat_goes_on_from_turns_that_are_on_disk(retrieval_small, tmp_path):
             out = llm.generate(prompts(said), GREEDY, use_tqdm=False)[0]
             assert out.num_cached_tokens >= cached_before, "an earlier turn was computed again"
             cached_before = length // 64 * 64 - 64
-        assert STATS.tier_fetched_bytes > 0 and known
         fetched = STATS.tier_fetched_bytes
         got, cached = generate(llm, [[*context, *recall.ids[p - 1 : p + 1]] for p in recall.positions])
         assert [x[0] for x in got] == recall.answers and min(cached) > 7000
