@@ -1,50 +1,69 @@
 // Page choice for a block of prefill queries: one list per kv head, asked by every fourth query of each head.
 // (Means of queries would be fewer, but lose the one page that a row copies from.) What is read anyway (window, sinks, fresh
-// tokens before the block) is weighed by the headers' estimate.
+// tokens before the block) is weighed by the headers' estimate, fresh tokens by a header made for each 64 of them.
 #pragma once
+#include "seal.h"
 #include "select.h"
+#include "tiles.h"
 
 namespace KTX_NS {
 
 constexpr int kSampleStep = 4;                                // one query of this many is asked
 constexpr int kSamples = kBlockQueries / kSampleStep;         // of each head
-constexpr int kBatch = 4, kBatches = kSamples / kBatch;       // samples that share each pass over the headers
+constexpr int kBatch = 4, kBatches = kSamples / kBatch;       // samples that share each pass over plane 0
 constexpr int kFreshPage = 64;                                // fresh tokens weighed as one page
+
+struct MacWords {  // words are pairs of int16, sums int32
+  static constexpr int kPack = 2;
+  typedef int32_t Sum __attribute__((vector_size(sizeof(vi))));  // GCC spills sums of any other type
+  KTX_INLINE Sum step(Sum acc, vf a, vf b) { return (Sum)dot_words((vi)acc, as_int(a), as_int(b)); }
+};
 
 struct BlockChoice {
   const AttentionArgs& a;
   const SparseArgs& s;
   const Layout& lay;
   const int row, kv_head, begin, end;
-  const int heads, group, dim;
+  const int heads, group, dim, samples, rows, half;  // samples of the group, and padded to whole blocks; words of a header's half
   int first = 0, count = 0, pages = 0;
   int64_t stride = 0;
-  float *q = nullptr, *squares = nullptr;      // [kBatch] vectors
-  int16_t* words = nullptr;                    // the same as scan_headers takes them
-  float steps[2 * kBatch];
-  float *known = nullptr, *covered = nullptr;  // [group][kSamples]
+  float* q = nullptr;                          // [kBatch] vectors
+  float *asked = nullptr, *steps = nullptr;    // [rows][2 * half] words, [samples][2]: all samples folded
+  float *tile = nullptr, *dots = nullptr, *zeros = nullptr;  // [2 * half][kStrip]: headers of kStrip pages; [2][rows][kStrip]
+  float *known = nullptr, *covered = nullptr;  // [samples]
+  Spread* spread = nullptr;                    // [samples]
   Masses masses{};
 
   BlockChoice(const AttentionArgs& args, int row_, int head, int from, int to)
       : a(args), s(*args.sparse), lay(*args.layout), row(row_), kv_head(head), begin(from), end(to),
-        heads(lay.num_kv_heads), group(a.num_q_heads / heads), dim(lay.head_dim) {}
+        heads(lay.num_kv_heads), group(a.num_q_heads / heads), dim(lay.head_dim), samples(group * kSamples),
+        rows((samples + kRows - 1) / kRows * kRows), half(dim / 2) {}
 
-  // Batch i of all heads' samples (kBatches a head), times the softmax scale, and their squares.
+  // Batch i of all heads' samples (kBatches a head), times the softmax scale.
   void load_batch(int i) {
     const int g = i / kBatches;
     with_dtype(a.dtype, [&](auto dt) {
       for (int m = 0; m < kBatch; m++) {
         const int token = begin + (i % kBatches * kBatch + m + 1) * kSampleStep - 1;
         const int64_t at = (a.cu_q[row] + token) * a.q_token_stride + int64_t(kv_head * group + g) * dim;
-        for (int c = 0; c < dim; c += W) {
-          const vf x = load_as<dt.value>(a.q, at + c) * set1(a.scale);
-          store(q + m * kQueryStride + c, x);
-          store(squares + m * kQueryStride + c, x * x);
-        }
+        for (int c = 0; c < dim; c += W) store(q + m * kQueryStride + c, load_as<dt.value>(a.q, at + c) * set1(a.scale));
       }
     });
-    for (int m = 0; m < kBatch; m++)
-      fold_header_query(q + m * kQueryStride, dim, words + 2 * m * header_width(dim), steps + 2 * m);
+  }
+
+  void fold_samples() {
+    const int width = header_width(dim);
+    alignas(64) int16_t words[2 * kMaxDim];
+    for (int i = 0; i < group * kBatches; i++) {
+      load_batch(i);
+      for (int m = 0; m < kBatch; m++) {
+        float* to = asked + int64_t(i * kBatch + m) * 2 * half;
+        fold_header_query(q + m * kQueryStride, dim, dim, words, steps + 2 * (i * kBatch + m));
+        for (int part = 0; part < 2; part++) std::memcpy(to + part * half, words + part * width, 2 * dim);
+      }
+    }
+    std::memset(asked + int64_t(samples) * 2 * half, 0, sizeof(float) * (rows - samples) * 2 * half);
+    std::memset(zeros, 0, sizeof(float) * rows);
   }
 
   const uint8_t* header(int page) const {
@@ -52,81 +71,131 @@ struct BlockChoice {
     return s.headers + int64_t(block) * s.header_stride + kv_head * lay.header_head_bytes;
   }
 
-  static void join_mass(float* known, float mass) {
-    const float top = max_of(*known, mass);
-    if (top > kNegInf) *known = top + __builtin_logf(__builtin_expf(*known - top) + __builtin_expf(mass - top));
-  }
-
-  void add_headers(int from, int to, float* sums) const {
-    constexpr int kSome = 64;
-    alignas(64) float mean[kBatch * kSome], variance[kBatch * kSome];
-    for (; from < to; from += kSome) {
-      const int n = min_of(kSome, to - from);
-      scan_headers<kBatch>([&](int i) { return header(from + i); }, 0, n, n, dim, words, steps, mean, variance, kSome);
-      for (int m = 0; m < kBatch; m++)
-        for (int i = 0; i < n; i++) add_mass(mean[m * kSome + i], variance[m * kSome + i], lay.page_size, sums + m);
+  // Up to kStrip headers as columns of the tile: int16 means, then squares of deviations. `ahead`: fetched meanwhile.
+  void fill(const uint8_t* const* at, int n, const uint8_t* const* ahead, int num_ahead) const {
+    alignas(64) int16_t words[8][2 * kMaxDim];
+    const float* lines[8];
+    const int columns = (n + W - 1) / W * W;
+    for (int j = 0; j < columns; j += 8) {
+      for (int i = 0; i < 8; i++) {
+        const int8_t *mean = reinterpret_cast<const int8_t*>(at[min_of(j + i, n - 1)]), *deviation = mean + dim;
+        if (j + i < num_ahead) prefetch_run(ahead[j + i], 2 * dim + 4);
+        lines[i] = reinterpret_cast<const float*>(words[i]);
+        for (int c = 0; c < dim; c += 2 * W) {
+          const bool whole = c + 2 * W <= dim;
+          istore(words[i] + c, whole ? load_s8_words(mean + c) : load_s8_half(mean + c));
+        }
+        for (int c = 0; c < dim; c += 2 * W) {
+          const bool whole = c + 2 * W <= dim;
+          istore(words[i] + dim + c, square_words(whole ? load_s8_words(deviation + c) : load_s8_half(deviation + c)));
+        }
+      }
+      for (int word = 0; word < 2 * half; word += 8) transpose8(lines, word, tile + word * kStrip + j);
     }
   }
 
-  static void add_mass(float mean, float variance, int tokens, float* known) {
-    alignas(64) float out[W];
-    store(out, header_mass(set1(mean), set1(variance), __builtin_logf(float(tokens))));
-    join_mass(known, out[0]);
+  // Estimates of `n` pages (at most kStrip) by all samples: f(sample, column, mean score, unscaled variance), by vector.
+  template <class F>
+  void score(const uint8_t* const* at, int n, const uint8_t* const* ahead, int num_ahead, F f) const {
+    const int columns = (n + W - 1) / W * W;
+    fill(at, n, ahead, num_ahead);
+    float* part[2] = {dots, dots + int64_t(rows) * kStrip};
+    for (int k = 0; k < 2; k++)
+      multiply<MacWords, false>(asked + k * half, 2 * half, tile + k * half * kStrip, 0, half, part[k], kStrip, rows, columns,
+                                zeros);
+    alignas(64) float scale[2][kStrip] = {};
+    for (int i = 0; i < n; i++) {
+      uint16_t scales[2];
+      std::memcpy(scales, at[i] + 2 * dim, 4);
+      scale[0][i] = f16_to_f32(scales[0]), scale[1][i] = f16_to_f32(scales[1]) * f16_to_f32(scales[1]);
+    }
+    for (int r = 0; r < samples; r++)
+      for (int i = 0; i < columns; i += W) {
+        const auto number = [&](int k) KTX_LAMBDA {
+          return to_float(iload(part[k] + r * kStrip + i)) * load(scale[k] + i) * set1(steps[2 * r + k]);
+        };
+        f(r, i, number(0), number(1));
+      }
   }
 
-  // Keys `rows` of `stride` elements, weighed by their exact mean and deviation.
+  // A page of `tokens` keys that no header stands for -> its header.
   template <int DT>
-  void add_keys(const void* keys, int64_t offset, int64_t step, int tokens, float* sums) const {
-    float a_sum[kBatch] = {}, v_sum[kBatch] = {};
-    for (int c = 0; c < dim; c += W) {
-      vf sum = zero();
-      for (int t = 0; t < tokens; t++) sum = sum + load_as<DT>(keys, offset + t * step + c);
-      const vf mean = sum * set1(1.f / tokens);
-      vf squares_sum = zero();
-      for (int t = 0; t < tokens; t++) {
-        const vf x = load_as<DT>(keys, offset + t * step + c) - mean;
-        squares_sum = fmadd(x, x, squares_sum);
-      }
-      for (int m = 0; m < kBatch; m++) {
-        a_sum[m] += hsum(mean * load(q + m * kQueryStride + c));
-        v_sum[m] += hsum(squares_sum * load(squares + m * kQueryStride + c)) / tokens;
-      }
-    }
-    for (int m = 0; m < kBatch; m++) add_mass(a_sum[m], v_sum[m], tokens, sums + m);
+  void weigh_keys(const void* keys, int64_t offset, int64_t step, int tokens, uint8_t* to, Workspace& ws) const {
+    float* x = ws.get<float>(kSeal, int64_t(tokens + 2) * dim);
+    gather_tokens<DT>(keys, offset, step, tokens, dim, x);
+    make_header(x, tokens, dim, x + tokens * dim, to);
   }
 
-  void weigh_known(float* sums) const {
-    const int whole = a.context[row] / lay.page_size;
-    for (int m = 0; m < kBatch; m++) sums[m] = kNegInf;
-    add_headers(0, min_of(first, whole), sums);
-    add_headers(first + count, whole, sums);
+  // Log-mass of what is read anyway: sinks, window, an open page and fresh tokens before the block.
+  void weigh_known(Workspace& ws) {
+    const int whole = a.context[row] / lay.page_size, sealed = min_of(first, whole) + max_of(0, whole - first - count);
+    const int fresh = a.k ? (begin + kFreshPage - 1) / kFreshPage : 0, most = sealed + fresh + 1;
+    const int64_t columns = (most + kStrip - 1) / kStrip * kStrip, bytes = 2 * dim + 4;
+    char* memory = ws.get<char>(kSparseKnown, most * (sizeof(void*) + sizeof(float) + bytes) + 4 * columns * samples + 64);
+    float* mass = reinterpret_cast<float*>(memory);
+    const uint8_t** at = reinterpret_cast<const uint8_t**>(mass + columns * samples);
+    float* log_tokens = reinterpret_cast<float*>(at + most);
+    uint8_t* own = reinterpret_cast<uint8_t*>(log_tokens + most);
+    int n = 0;
+    const auto add = [&](const uint8_t* from, int tokens) {
+      at[n] = from, log_tokens[n++] = __builtin_logf(float(tokens));
+    };
+    for (int p = 0; p < min_of(first, whole); p++) add(header(p), lay.page_size);
+    for (int p = first + count; p < whole; p++) add(header(p), lay.page_size);
     with_dtype(a.dtype, [&](auto dt) {
+      const auto make = [&](const void* keys, int64_t offset, int64_t step, int tokens) {
+        weigh_keys<dt.value>(keys, offset, step, tokens, own, ws);
+        add(own, tokens), own += bytes;
+      };
       if (pages > whole) {
         const PageRef ref = page_at(a, row, whole);
-        if (ref.plain)  // always, but for dummy rows
-          add_keys<dt.value>(plain_keys(a, ref, kv_head), 0, dim, ref.tokens, sums);
+        if (ref.plain) make(plain_keys(a, ref, kv_head), 0, dim, ref.tokens);  // always, but for dummy rows
       }
-      const int64_t at = a.cu_q[row] * a.kv_token_stride + int64_t(kv_head) * dim;
-      for (int t = 0; a.k && t < begin; t += kFreshPage)
-        add_keys<dt.value>(a.k, at + t * a.kv_token_stride, a.kv_token_stride, min_of(kFreshPage, begin - t), sums);
+      const int64_t from = a.cu_q[row] * a.kv_token_stride + int64_t(kv_head) * dim;
+      for (int t = 0; t < fresh * kFreshPage; t += kFreshPage)
+        make(a.k, from + t * a.kv_token_stride, a.kv_token_stride, min_of(kFreshPage, begin - t));
     });
-  }
-
-  void score_candidates(int g) {
-    const int64_t at = g * kBatch * stride;
-    scan_headers<kBatch>([&](int i) { return header(first + i); }, 0, count, count, dim, words, steps,
-                         masses.log_mass + at, masses.shares + at, stride);
-  }
-
-  void estimate_masses() {
-    const float log_tokens = __builtin_logf(float(lay.page_size));
-    for (int r = 0; r < masses.heads; r++) {
-      float *mass = masses.log_mass + r * stride, *variance = masses.shares + r * stride;
-      for (int i = 0; i < stride; i += W) {
-        const vf estimate = header_mass(load(mass + i), load(variance + i), log_tokens);
-        store(mass + i, i < count ? first_lanes(count - i, estimate, set1(kNegInf)) : set1(kNegInf));
-      }
+    for (int i = 0; i < n; i += kStrip) {
+      const int some = min_of(kStrip, n - i), more = min_of(kStrip, n - i - some);
+      score(at + i, some, at + i + some, more, [&](int r, int c, vf mean, vf variance) KTX_LAMBDA {
+        alignas(64) float tokens[W] = {};
+        for (int j = 0; j < min_of(W, some - c); j++) tokens[j] = log_tokens[i + c + j];
+        const vf estimate = header_mass(mean, variance, load(tokens));
+        store(mass + r * columns + i + c, first_lanes(some - c, estimate, set1(kNegInf)));
+      });
     }
+    for (int r = 0; r < samples; r++) {
+      const float* own_mass = mass + r * columns;
+      vf top = set1(kNegInf), sum = zero();
+      for (int i = 0; i < n; i += W) top = vmax(load(own_mass + i), top);
+      const float peak = hmax(top);
+      for (int i = 0; i < n; i += W) sum = sum + vexp(load(own_mass + i) - set1(peak));
+      known[r] = peak == kNegInf ? kNegInf : peak + __builtin_logf(hsum(sum));
+    }
+  }
+
+  // Log-masses of the candidates from their headers, and what says how deep `cascade` has to look.
+  void score_candidates() {
+    const vf log_tokens = set1(__builtin_logf(float(lay.page_size)));
+    const bool deepens = s.scoring == kScoreCascade;
+    const uint8_t* at[2][kStrip];
+    const auto locate = [&](int from, const uint8_t** to) {
+      const int n = max_of(0, min_of(kStrip, count - from));
+      for (int i = 0; i < n; i++) to[i] = header(first + from + i);
+      return n;
+    };
+    int n = locate(0, at[0]);
+    for (int i = 0, turn = 0; i < count; i += kStrip, turn ^= 1) {
+      const int more = locate(i + kStrip, at[turn ^ 1]);
+      score(at[turn], n, at[turn ^ 1], more, [&](int r, int c, vf mean, vf variance) KTX_LAMBDA {
+        if (deepens) spread[r].add(first_lanes(n - c, mean, zero()), first_lanes(n - c, variance, zero()));
+        const vf estimate = header_mass(mean, variance, log_tokens);
+        store(masses.log_mass + r * stride + i + c, first_lanes(n - c, estimate, set1(kNegInf)));
+      });
+      n = more;
+    }
+    for (int r = 0; r < samples; r++)
+      for (int i = (count + W - 1) / W * W; i < stride; i += W) store(masses.log_mass + r * stride + i, set1(kNegInf));
   }
 
   // Plane 0 of the pages that headers rank best: its log-masses replace theirs.
@@ -148,18 +217,19 @@ struct BlockChoice {
     join_codes(masses, list, n);
   }
 
-  // Shares of a head's samples -> their mean, so that the group's heads stand as rows 0 .. group.
-  void average() {
+  // Means of the shares of a head's samples: the group's heads stand as rows 0 .. group of the shares.
+  void average(float* scratch) {
+    for (int i = 0; i < stride; i += W) store(masses.rank + i, zero());
     for (int g = 0; g < group; g++) {
-      float* to = masses.shares + g * stride;
-      for (int i = 0; i < stride; i += W) {
-        vf sum = zero();
-        for (int m = 0; m < kSamples; m++) sum = sum + load(masses.shares + (g * kSamples + m) * stride + i);
-        store(to + i, sum * set1(1.f / kSamples));
+      float *to = masses.shares + g * stride, sum = 0;
+      for (int i = 0; i < stride; i += W) store(to + i, zero());
+      for (int r = g * kSamples; r < (g + 1) * kSamples; r++) {
+        const vf inverse = set1(exponentials(masses.log_mass + r * stride, stride, known[r], scratch, covered + r) / kSamples);
+        for (int i = 0; i < stride; i += W) store(to + i, fmadd(load(scratch + i), inverse, load(to + i)));
+        sum += covered[r];
       }
-      float sum = 0;
-      for (int m = 0; m < kSamples; m++) sum += covered[g * kSamples + m];
       covered[g] = sum / kSamples;
+      for (int i = 0; i < stride; i += W) store(masses.rank + i, load(masses.rank + i) + load(to + i));
     }
     masses.heads = group;
   }
@@ -167,29 +237,35 @@ struct BlockChoice {
   // The pages to read, ascending, into list (room for the row's pages); returns how many. `most`: the selection's cap.
   int choose_into(int32_t* list, Workspace& ws, int most) {
     stride = (count + 15) / 16 * 16;
-    float* memory = ws.get<float>(kSparseBlock, 3 * kBatch * kQueryStride + 2 * group * kSamples +
-                                                          (2 * group * kSamples + 1) * stride);
-    q = memory, squares = q + kBatch * kQueryStride;
-    words = reinterpret_cast<int16_t*>(squares + kBatch * kQueryStride);
-    masses.log_mass = squares + 2 * kBatch * kQueryStride;
-    masses.shares = masses.log_mass + group * kSamples * stride;
-    masses.rank = masses.shares + group * kSamples * stride;
-    known = masses.rank + stride, covered = known + group * kSamples;
-    masses.count = count, masses.heads = group * kSamples, masses.stride = stride;
-    for (int i = 0; i < group * kBatches; i++) {
-      load_batch(i);
-      weigh_known(known + i * kBatch);
-      score_candidates(i);
+    const bool header_only = s.scoring == kScoreHeader;
+    float* memory = nullptr;
+    int64_t used = 0;
+    const auto take = [&](int64_t floats) {
+      float* p = memory + used;
+      used += (floats + 15) / 16 * 16;
+      return p;
+    };
+    for (int pass = 0; pass < 2; pass++) {  // counts, then lays out
+      if (pass) memory = ws.get<float>(kSparseBlock, used), used = 0;
+      q = take(kBatch * kQueryStride);
+      asked = take(int64_t(rows) * 2 * half), steps = take(2 * samples);
+      tile = take(int64_t(2) * half * kStrip), dots = take(int64_t(2) * rows * kStrip);
+      zeros = take(rows), known = take(samples), covered = take(samples);
+      spread = reinterpret_cast<Spread*>(take(samples * int64_t(sizeof(Spread) / sizeof(float))));
+      masses.rank = take(stride);
+      masses.log_mass = take(samples * stride), masses.shares = take((header_only ? group : samples) * stride);
     }
-    const float depth = s.scoring == kScoreCodes ? 1.f
-                        : deepening(s, masses.log_mass, masses.shares, count, masses.heads, stride);
-    estimate_masses();
-    if (s.scoring != kScoreHeader) {
+    masses.count = count, masses.heads = samples, masses.stride = stride;
+    for (int r = 0; r < samples; r++) spread[r] = Spread{};
+    fold_samples();
+    weigh_known(ws);
+    score_candidates();
+    if (!header_only) {
+      const float depth = s.scoring == kScoreCodes ? 1.f : deepening(s, spread, count, samples);
       share_masses(masses, known, covered);
       probe(list + first, probe_count(depth, count), ws);
     }
-    share_masses(masses, known, covered);
-    average();
+    average(ws.get<float>(kDecodeScores, stride));
     const bool fixed = s.select != kSelectCoverage;
     int32_t* chosen = list + first;
     int n = choose(masses, fixed ? most : s.min_pages, most, fixed ? 2.f : s.coverage, covered, chosen,

@@ -18,7 +18,8 @@ constexpr float kNegInf = -__builtin_inff();
 enum WorkSlot {
   kTasks, kPartials, kDecodeQuery, kDecodeScores, kDecodeAcc, kDecodeMerge, kSeal,
   kPrefill0, kPrefill1, kPrefill2, kPrefill3,
-  kSparseUnits, kSparseMemory, kSparseRanked, kSparseBlock, kSparseList, kWorkSlots
+  kSparseUnits, kSparseMemory, kSparseRanked, kSparseBlock, kSparseList,
+  kSparseKnown, kSparseSpread, kWorkSlots
 };
 
 struct Workspace {

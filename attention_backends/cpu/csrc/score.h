@@ -76,7 +76,8 @@ KTX_INLINE vf sum_each(const vf (&x)[W]) { return each([&](int i) { return hsum(
 // A folded query: `words` holds int16 [2][width], the query and its squares; steps[2] are what one of each is worth.
 KTX_INLINE int header_width(int dim) { return (dim + 31) / 32 * 32; }
 
-static void fold_header_query(const float* q, int dim, int16_t* words, float* steps) {
+// `products`: as many with squares of deviations, at most 127^2, add up in one int32.
+static void fold_header_query(const float* q, int dim, int products, int16_t* words, float* steps) {
   const int width = header_width(dim);
   vf top = zero(), zeros = zero();
   for (int c = 0; c < dim; c += W) {
@@ -86,8 +87,7 @@ static void fold_header_query(const float* q, int dim, int16_t* words, float* st
   }
   const float largest = hmax(top);
   const bool finite = hsum(zeros) == 0;
-  // A lane adds up width / W products with squares of deviations, at most 127^2.
-  const float most = min_of(32767.f, 0x1p31f / float(127 * 127) / float(width / W) - 1);
+  const float most = min_of(32767.f, 0x1p31f / float(127 * 127) / float(products) - 1);
   const vf inverse = set1(finite && largest > 1e-30f ? 1.f / largest : 0.f);
   for (int c = 0; c < width; c += W) {
     const vf x = c < dim ? load(q + c) * inverse : zero();
@@ -137,11 +137,11 @@ static void scan_headers(F header, int begin, int end, int known, int dim, const
   }
 }
 
-// Log-mass of a page of `tokens` from mean score a and unscaled variance v, W pages at once.
-KTX_INLINE vf header_mass(vf a, vf v, float log_tokens) {
-  const vf sd = vsqrt(v * set1(kVarianceShare)), edge = set1(__builtin_sqrtf(2 * log_tokens));
-  const vf wide = sd * edge - set1(log_tokens);
-  return a + set1(log_tokens) + select_lt(sd, edge, sd * sd * set1(0.5f), wide);
+// Log-mass of a page of exp(log_tokens) keys from mean score a and unscaled variance v, W pages at once.
+KTX_INLINE vf header_mass(vf a, vf v, vf log_tokens) {
+  const vf sd = vsqrt(v * set1(kVarianceShare)), edge = vsqrt(set1(2.f) * log_tokens);
+  const vf wide = sd * edge - log_tokens;
+  return a + log_tokens + select_lt(sd, edge, sd * sd * set1(0.5f), wide);
 }
 
 // ---- plane 0 ------------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ struct SparsePlan {
     for (int g = 0; u.count && g < group; g++) {
       const int head = kv_head * group + g;
       load_query(u, kv_head, g, 1, q);
-      fold_header_query(q, dim, u.words + int64_t(head) * 2 * header_width(dim), u.steps + 2 * head);
+      fold_header_query(q, dim, header_width(dim) / W, u.words + int64_t(head) * 2 * header_width(dim), u.steps + 2 * head);
     }
   }
 
@@ -215,17 +215,22 @@ struct SparsePlan {
     if (u.count == 0) return;
     find_known(u, kv_head);
     const Masses m = masses(u, kv_head);
-    const float depth = s.scoring == kScoreHeader ? 0 : s.scoring == kScoreCodes ? 1
-                        : deepening(s, m.log_mass, m.shares, m.count, group, m.stride);
-    const float log_tokens = __builtin_logf(float(size));
+    Spread* spread = ws.get<Spread>(kSparseSpread, group);
+    const vf log_tokens = set1(__builtin_logf(float(size)));
     for (int g = 0; g < group; g++) {
       float* mass = m.log_mass + g * m.stride;
       const float* variance = m.shares + g * m.stride;
-      for (int i = 0; i < u.count; i += W)
-        store(mass + i, first_lanes(u.count - i, header_mass(load(mass + i), load(variance + i), log_tokens), set1(kNegInf)));
+      Spread all;
+      for (int i = 0; i < u.count; i += W) {
+        const vf mean = load(mass + i), within = load(variance + i);
+        all.add(first_lanes(u.count - i, mean, zero()), first_lanes(u.count - i, within, zero()));
+        store(mass + i, first_lanes(u.count - i, header_mass(mean, within, log_tokens), set1(kNegInf)));
+      }
+      spread[g] = all;
       for (int i = (u.count + W - 1) / W * W; i < u.stride; i += W) store(mass + i, set1(kNegInf));
     }
     if (s.scoring == kScoreHeader) return choose_pages(u, kv_head, ws);
+    const float depth = s.scoring == kScoreCodes ? 1.f : deepening(s, spread, u.count, group);
     share_masses(m, u.known + kv_head * group, u.covered + kv_head * group);
     u.length[kv_head] = best(m.rank, u.count, probe_count(depth, u.count), u.list + kv_head * u.stride);
   }
