@@ -15,7 +15,7 @@ constexpr int kFreshPage = 64;                                // fresh tokens we
 
 struct MacWords {  // words are pairs of int16, sums int32
   static constexpr int kPack = 2;
-  typedef int32_t Sum __attribute__((vector_size(sizeof(vi))));  // GCC spills sums of any other type
+  using Sum = Sums;
   KTX_INLINE Sum step(Sum acc, vf a, vf b) { return (Sum)dot_words((vi)acc, as_int(a), as_int(b)); }
 };
 
@@ -52,14 +52,16 @@ struct BlockChoice {
   }
 
   void fold_samples() {
-    const int width = header_width(dim);
     alignas(64) int16_t words[2 * kMaxDim];
     for (int i = 0; i < group * kBatches; i++) {
       load_batch(i);
       for (int m = 0; m < kBatch; m++) {
-        float* to = asked + int64_t(i * kBatch + m) * 2 * half;
-        fold_header_query(q + m * kQueryStride, dim, dim, words, steps + 2 * (i * kBatch + m));
-        for (int part = 0; part < 2; part++) std::memcpy(to + part * half, words + part * width, 2 * dim);
+        int16_t* to = reinterpret_cast<int16_t*>(asked + int64_t(i * kBatch + m) * 2 * half);
+        fold_header_query(q + m * kQueryStride, dim, 1, words, steps + 2 * (i * kBatch + m));
+        for (int c = 0; c < dim; c += W) {
+          const int16_t* from = words + c / (2 * W) * 4 * W + c % (2 * W);
+          std::memcpy(to + c, from, 2 * W), std::memcpy(to + dim + c, from + 2 * W, 2 * W);
+        }
       }
     }
     std::memset(asked + int64_t(samples) * 2 * half, 0, sizeof(float) * (rows - samples) * 2 * half);

@@ -22,7 +22,7 @@ struct Unit {
   int32_t row, query, first, count;   // candidates: pages first .. first + count
   int32_t pages, reserved;            // of the row's context
   int64_t stride;                     // count rounded up
-  int16_t* words;                     // [num_q_heads][2][header_width]: queries as scan_headers takes them
+  int16_t* words;                     // [num_q_heads] x 2 header_width: queries as scan_headers takes them
   float* steps;                       // [num_q_heads][2]
   float *mean, *variance;             // [num_q_heads][stride]: header scores; then log-mass and shares
   float* rank;                        // [num_kv_heads][stride]
@@ -100,7 +100,9 @@ struct SparsePlan {
     for (int g = 0; u.count && g < group; g++) {
       const int head = kv_head * group + g;
       load_query(u, kv_head, g, 1, q);
-      fold_header_query(q, dim, header_width(dim) / W, u.words + int64_t(head) * 2 * header_width(dim), u.steps + 2 * head);
+      const int pass = g / kMaxGroup * kMaxGroup, vectors = min_of(kMaxGroup, group - pass);  // scanned together
+      int16_t* words = u.words + int64_t(kv_head * group + pass) * 2 * header_width(dim);
+      fold_header_query(q, dim, vectors, words + (g - pass) * 4 * W, u.steps + 2 * head);
     }
   }
 
