@@ -67,6 +67,7 @@ class Kernels(Protocol):
         sparse: SparseSettings | None = None,
         dropped: torch.Tensor | None = None,
         pages_read: torch.Tensor | None = None,
+        depth: torch.Tensor | None = None,
     ) -> None: ...
 
 

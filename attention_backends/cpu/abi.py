@@ -12,7 +12,7 @@ import torch
 
 from vllm_ktx.kv_quant.layout import PageLayout
 
-VERSION = 2
+VERSION = 3
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 METHODS = {"per_channel": 0, "per_token": 1, "per_head": 2}
 
@@ -65,6 +65,7 @@ class SparseArgs(Structure):
         ("reserved", c_int32),
         *((name, c_void_p) for name in ("dropped", "pages_read", "chosen")),
         ("chosen_stride", c_int64),
+        ("depth", c_void_p),
     ]
 
 

@@ -1,6 +1,6 @@
 // Page choice for a block of prefill queries: one list per kv head, asked by every fourth query of each head.
-// (Means of queries would be fewer, but lose the one page that a row copies from.) What is read anyway (window, sinks, fresh
-// tokens before the block) is weighed by the headers' estimate, fresh tokens by a header made for each 64 of them.
+// (Means of queries would be fewer, but lose the one page that a row copies from.) What is read anyway (window, sinks,
+// fresh tokens before the block) is weighed by the headers' estimate, fresh tokens by a header made for each 64 of them.
 #pragma once
 #include "seal.h"
 #include "select.h"
@@ -24,13 +24,14 @@ struct BlockChoice {
   const SparseArgs& s;
   const Layout& lay;
   const int row, kv_head, begin, end;
-  const int heads, group, dim, samples, rows, half;  // samples of the group, and padded to whole blocks; words of a header's half
-  int first = 0, count = 0, pages = 0;
+  const int heads, group, dim;
+  const int samples, rows, half;  // of the group; padded to whole blocks of the product; words of a header's half
+  int first = 0, count = 0, pages = 0, probed = 0;
   int64_t stride = 0;
   float* q = nullptr;                          // [kBatch] vectors
   float *asked = nullptr, *steps = nullptr;    // [rows][2 * half] words, [samples][2]: all samples folded
-  float *tile = nullptr, *dots = nullptr, *zeros = nullptr;  // [2 * half][kStrip]: headers of kStrip pages; [2][rows][kStrip]
-  float *known = nullptr, *covered = nullptr;  // [samples]
+  float *tile = nullptr, *dots = nullptr;      // [2 * half][kStrip]: headers of kStrip pages; [2][rows][kStrip]
+  float *zeros = nullptr, *known = nullptr, *covered = nullptr;  // [rows], [samples], [samples]
   Spread* spread = nullptr;                    // [samples]
   Masses masses{};
 
@@ -46,7 +47,8 @@ struct BlockChoice {
       for (int m = 0; m < kBatch; m++) {
         const int token = begin + (i % kBatches * kBatch + m + 1) * kSampleStep - 1;
         const int64_t at = (a.cu_q[row] + token) * a.q_token_stride + int64_t(kv_head * group + g) * dim;
-        for (int c = 0; c < dim; c += W) store(q + m * kQueryStride + c, load_as<dt.value>(a.q, at + c) * set1(a.scale));
+        float* to = q + m * kQueryStride;
+        for (int c = 0; c < dim; c += W) store(to + c, load_as<dt.value>(a.q, at + c) * set1(a.scale));
       }
     });
   }
@@ -96,15 +98,15 @@ struct BlockChoice {
     }
   }
 
-  // Estimates of `n` pages (at most kStrip) by all samples: f(sample, column, mean score, unscaled variance), by vector.
+  // Estimates of `n` pages (at most kStrip) by all samples: f(sample, column, mean score, variance), by vector.
   template <class F>
   void score(const uint8_t* const* at, int n, const uint8_t* const* ahead, int num_ahead, F f) const {
     const int columns = (n + W - 1) / W * W;
     fill(at, n, ahead, num_ahead);
     float* part[2] = {dots, dots + int64_t(rows) * kStrip};
     for (int k = 0; k < 2; k++)
-      multiply<MacWords, false>(asked + k * half, 2 * half, tile + k * half * kStrip, 0, half, part[k], kStrip, rows, columns,
-                                zeros);
+      multiply<MacWords, false>(asked + k * half, 2 * half, tile + k * half * kStrip, 0, half, part[k], kStrip, rows,
+                                columns, zeros);
     alignas(64) float scale[2][kStrip] = {};
     for (int i = 0; i < n; i++) {
       uint16_t scales[2];
@@ -133,7 +135,8 @@ struct BlockChoice {
     const int whole = a.context[row] / lay.page_size, sealed = min_of(first, whole) + max_of(0, whole - first - count);
     const int fresh = a.k ? (begin + kFreshPage - 1) / kFreshPage : 0, most = sealed + fresh + 1;
     const int64_t columns = (most + kStrip - 1) / kStrip * kStrip, bytes = 2 * dim + 4;
-    char* memory = ws.get<char>(kSparseKnown, most * (sizeof(void*) + sizeof(float) + bytes) + 4 * columns * samples + 64);
+    const int64_t each = sizeof(void*) + sizeof(float) + bytes;
+    char* memory = ws.get<char>(kSparseKnown, most * each + 4 * columns * samples);
     float* mass = reinterpret_cast<float*>(memory);
     const uint8_t** at = reinterpret_cast<const uint8_t**>(mass + columns * samples);
     float* log_tokens = reinterpret_cast<float*>(at + most);
@@ -217,6 +220,7 @@ struct BlockChoice {
       }
     }
     join_codes(masses, list, n);
+    probed = n;
   }
 
   // Means of the shares of a head's samples: the group's heads stand as rows 0 .. group of the shares.
@@ -226,8 +230,9 @@ struct BlockChoice {
       float *to = masses.shares + g * stride, sum = 0;
       for (int i = 0; i < stride; i += W) store(to + i, zero());
       for (int r = g * kSamples; r < (g + 1) * kSamples; r++) {
-        const vf inverse = set1(exponentials(masses.log_mass + r * stride, stride, known[r], scratch, covered + r) / kSamples);
-        for (int i = 0; i < stride; i += W) store(to + i, fmadd(load(scratch + i), inverse, load(to + i)));
+        const float* mass = masses.log_mass + r * stride;
+        const vf part = set1(exponentials(mass, stride, known[r], scratch, covered + r) / kSamples);
+        for (int i = 0; i < stride; i += W) store(to + i, fmadd(load(scratch + i), part, load(to + i)));
         sum += covered[r];
       }
       covered[g] = sum / kSamples;
@@ -287,6 +292,7 @@ struct BlockChoice {
     for (int64_t t = a.cu_q[row] + begin; t < a.cu_q[row] + end; t++) {
       if (s.dropped) s.dropped[t * heads + kv_head] = lost;
       if (s.pages_read) s.pages_read[t * heads + kv_head] = n;
+      if (s.depth) s.depth[t * heads + kv_head] = probed ? float(probed) / count : 0.f;
     }
   }
 };

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #define KTX_API extern "C" __attribute__((visibility("default")))
-#define KTX_ABI_VERSION 2
+#define KTX_ABI_VERSION 3
 
 namespace ktx {
 
@@ -69,6 +69,7 @@ struct SparseArgs {
   int32_t* pages_read;                 // [tokens, num_kv_heads], or null
   int32_t* chosen;                     // [tokens, num_kv_heads, chosen_stride], or null: candidates taken, ascending, -1
   int64_t chosen_stride;               // behind the last; a block of prefill queries fills its first token's row alone
+  float* depth;                        // [tokens, num_kv_heads] share of the candidates whose plane 0 was read, or null
 };
 
 // Causal attention of a mixed batch. Row r has queries cu_q[r] .. cu_q[r+1] (its fresh tokens, whose keys and values

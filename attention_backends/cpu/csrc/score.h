@@ -51,9 +51,9 @@ KTX_INLINE vi load_s8_words(const int8_t* p) {
 KTX_INLINE vi load_s8_half(const int8_t*) { return _mm256_setzero_si256(); }  // 2 W divides every head_dim
 KTX_INLINE vi square_words(vi x) { return _mm256_mullo_epi16(x, x); }
 KTX_INLINE vi sum_each(const vi (&x)[W]) {
+  const auto pairs = [&](int i) { return _mm256_hadd_epi32(x[i], x[i + 1]); };
   vi four[2];
-  for (int i = 0; i < 2; i++)
-    four[i] = _mm256_hadd_epi32(_mm256_hadd_epi32(x[4 * i], x[4 * i + 1]), _mm256_hadd_epi32(x[4 * i + 2], x[4 * i + 3]));
+  for (int i = 0; i < 2; i++) four[i] = _mm256_hadd_epi32(pairs(4 * i), pairs(4 * i + 2));
   return iadd(_mm256_permute2x128_si256(four[0], four[1], 0x20), _mm256_permute2x128_si256(four[0], four[1], 0x31));
 }
 #else
@@ -78,8 +78,8 @@ KTX_INLINE void fetch_header(const uint8_t* p, int bytes) {
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
-// Queries are folded as words [width / (2 W)][vectors][2][2 W] int16: of each 2 W channels the query, then its squares, of
-// all vectors that share a pass. steps[2] of a vector: what one of each is worth.
+// Queries are folded as words [width / (2 W)][vectors][2][2 W] int16: of each 2 W channels the query, then its squares,
+// of all vectors that share a pass. steps[2] of a vector: what one of each is worth.
 KTX_INLINE int header_width(int dim) { return (dim + 31) / 32 * 32; }
 
 static void fold_header_query(const float* q, int dim, int vectors, int16_t* words, float* steps) {
@@ -132,7 +132,9 @@ static void scan_headers(F header, int begin, int end, int known, int dim, const
       int c = 0;
       for (; c + 2 * W <= dim; c += 2 * W, m += 2 * W, d += 2 * W) add(load_s8_words(m), load_s8_words(d));
       if (c < dim) add(load_s8_half(m), load_s8_half(d));
-      unroll<NR>([&](auto r) KTX_LAMBDA { dots[r.value][j] = (vi)dot[r.value], spreads[r.value][j] = (vi)spread[r.value]; });
+      unroll<NR>([&](auto r) KTX_LAMBDA {
+        dots[r.value][j] = (vi)dot[r.value], spreads[r.value][j] = (vi)spread[r.value];
+      });
       uint16_t scales[2];
       std::memcpy(scales, at + 2 * dim, 4);
       mean_scale[j] = f16_to_f32(scales[0]), deviation_scale[j] = f16_to_f32(scales[1]);

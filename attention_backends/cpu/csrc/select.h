@@ -31,8 +31,8 @@ struct Masses {
   int64_t stride;                   // at least `count` rounded up to 16; what lies behind `count` is -inf
 };
 
-// exp(mass - peak) of `padded` log-masses, whole vectors; returns what makes shares of them, where `known` is the log-mass of
-// what is read anyway, and in *covered the share of that.
+// exp(mass - peak) of `padded` log-masses, whole vectors. Returns the factor that makes shares of them, where `known` is
+// the log-mass of what is read anyway; its share goes to *covered.
 static float exponentials(const float* mass, int padded, float known, float* out, float* covered) {
   vf top = set1(known), sum = zero();
   for (int i = 0; i < padded; i += W) top = vmax(load(mass + i), top);
@@ -49,7 +49,7 @@ static float exponentials(const float* mass, int padded, float known, float* out
   return total > 0 ? 1.f / total : 0.f;
 }
 
-// Shares of each head's total mass; fills shares and rank, and writes the share already covered by what is known, by head.
+// Shares of each head's total mass: fills shares and rank, and `covered`, by head, with the share of what is known.
 static void share_masses(const Masses& m, const float* known, float* covered) {
   const int padded = (m.count + W - 1) / W * W;
   for (int i = 0; i < padded; i += W) store(m.rank + i, zero());
@@ -146,12 +146,13 @@ struct Spread {
   }
 };
 
-// The share of `count` candidates whose plane 0 is worth reading: the usual one where headers explain the scores, all where
-// they leave a wide spread unexplained.
+// The share of `count` candidates whose plane 0 is worth reading: the usual one where headers explain the scores, all
+// where they leave a wide spread unexplained.
 static float deepening(const SparseArgs& s, const Spread* spreads, int count, int heads) {
   float spread = 0, explained = 1;
   for (int h = 0; h < heads; h++) {
-    const float mean = hsum(spreads[h].sum) / count, between = max_of(0.f, hsum(spreads[h].squares) / count - mean * mean);
+    const float mean = hsum(spreads[h].sum) / count;
+    const float between = max_of(0.f, hsum(spreads[h].squares) / count - mean * mean);
     const float unexplained = hsum(spreads[h].within) / count, all = between + unexplained;
     spread += unexplained / heads;
     explained = min_of(explained, all > 0 ? between / all : 1.f);

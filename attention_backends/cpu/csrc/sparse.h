@@ -269,7 +269,7 @@ struct SparsePlan {
     float* covered = u.covered + kv_head * group;
     if (u.length[kv_head]) join_codes(m, list, u.length[kv_head]);
     share_masses(m, u.known + kv_head * group, covered);
-    const int limit = most(u.pages, u.count);
+    const int limit = most(u.pages, u.count), probed = u.length[kv_head];
     if (u.count == 0) {
       for (int g = 0; g < group; g++) covered[g] = 1;
     } else {
@@ -282,6 +282,7 @@ struct SparsePlan {
     for (int g = 0; g < group; g++) lost += max_of(0.f, 1 - covered[g]) / group;
     if (s.dropped) s.dropped[token * heads + kv_head] = lost;
     if (s.pages_read) s.pages_read[token * heads + kv_head] = always_pages(u) + u.length[kv_head];
+    if (s.depth) s.depth[token * heads + kv_head] = probed ? float(probed) / u.count : 0.f;
     hand_out(s, token * heads + kv_head, list, u.length[kv_head], u.first);
   }
 
