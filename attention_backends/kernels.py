@@ -92,6 +92,7 @@ class Kernels(Protocol):
         dropped: torch.Tensor | None = None,
         pages_read: torch.Tensor | None = None,
         chosen: torch.Tensor | None = None,
+        depth: torch.Tensor | None = None,
         residency: Residency | None = None,
     ) -> None: ...
 

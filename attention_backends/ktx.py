@@ -377,11 +377,12 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
     ) -> None:
         """Attends the selected pages into `out`, and accounts for what was left out."""
         shape = (meta.num_tokens, self.num_kv_heads)
-        dropped, pages_read = torch.empty(shape), torch.empty(shape, dtype=torch.int32)
+        dropped, depth, pages_read = torch.empty(shape), torch.empty(shape), torch.empty(shape, dtype=torch.int32)
         audited = meta.audit is not None and index % AUDITED_LAYERS == meta.audit
         lse = torch.empty(meta.num_tokens, self.num_heads) if audited else None
-        attend(out, lse=lse, headers=memory.headers, sparse=meta.sparse, dropped=dropped, pages_read=pages_read)
-        STATS.record_sparse(index, dropped, pages_read, meta.context_pages)
+        counters = {"dropped": dropped, "pages_read": pages_read, "depth": depth}
+        attend(out, lse=lse, headers=memory.headers, sparse=meta.sparse, **counters)
+        STATS.record_sparse(index, dropped, pages_read, meta.context_pages, depth)
         if lse is not None:
             dense, dense_lse = torch.empty_like(out), torch.empty_like(lse)
             attend(dense, lse=dense_lse)

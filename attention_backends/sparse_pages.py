@@ -36,14 +36,16 @@ SAMPLE_STEP = 4  # every fourth row of a block is a scoring query
 
 
 class SparseResult(NamedTuple):
-    """`out` `[tokens, q_heads, D]`, `lse` `[tokens, q_heads]`, `dropped` (estimated share of unread softmax mass) and
-    `pages_read` (int32, context pages) `[tokens, kv_heads]`; `lists[token][kv_head]`: those pages, int64, ascending.
+    """`out` `[tokens, q_heads, D]`, `lse` `[tokens, q_heads]`, `dropped` (estimated share of unread softmax mass),
+    `pages_read` (int32, context pages) and `depth` (share of the candidates whose two-bit codes were read; 0 without
+    candidates) `[tokens, kv_heads]`; `lists[token][kv_head]`: the pages read, int64, ascending.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
     dropped: torch.Tensor
     pages_read: torch.Tensor
+    depth: torch.Tensor
     lists: list[list[torch.Tensor]]
 
 
@@ -78,6 +80,7 @@ def sparse_attention_reference(
         torch.full(q.shape[:2], float("-inf"), dtype=dtype),
         torch.zeros(len(q), layout.num_kv_heads, dtype=dtype),
         torch.zeros(len(q), layout.num_kv_heads, dtype=torch.int32),
+        torch.zeros(len(q), layout.num_kv_heads, dtype=dtype),
         [[] for _ in range(len(q))],
     )
     scorer = scorer or make_scorer(settings)
@@ -90,17 +93,18 @@ def sparse_attention_reference(
         own = [None if x is None else x[begin:end] for x in (k, v)]
         sequence = Sequence(pages, q[begin:end], own[0], own[1], scale, settings, scorer)
         given = None if lists is None else lists[begin:end]
-        for tokens, chosen, dropped in sequence.decide() if given is None else sequence.as_given(given):
+        for tokens, chosen, dropped, depth in sequence.decide() if given is None else sequence.as_given(given):
             at = slice(begin + tokens.start, begin + tokens.stop)
             result.out[at], result.lse[at] = sequence.attend(tokens, chosen)
-            result.dropped[at] = dropped
+            result.dropped[at], result.depth[at] = dropped, depth
             result.pages_read[at] = torch.tensor([len(each) for each in chosen], dtype=torch.int32)
             for token in range(at.start, at.stop):
                 result.lists[token] = chosen
     return result
 
 
-Decision = tuple[slice, list[torch.Tensor], torch.Tensor]  # tokens, pages for each kv head, dropped [kv_heads]
+# Tokens, pages for each kv head, dropped and depth [kv_heads].
+Decision = tuple[slice, list[torch.Tensor], torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,9 @@ class Sequence:
             yield self._decide_row(begin)
 
     def as_given(self, lists: list[list[torch.Tensor]]) -> Iterator[Decision]:
-        heads = self.pages.layout.num_kv_heads
+        zeros = torch.zeros(self.pages.layout.num_kv_heads, dtype=self.pages.dtype)
         for token, chosen in enumerate(lists):
-            yield slice(token, token + 1), chosen, torch.zeros(heads, dtype=self.pages.dtype)
+            yield slice(token, token + 1), chosen, zeros, zeros
 
     def attend(self, tokens: slice, chosen: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of `tokens` over the `chosen` pages of each kv head and the fresh tokens they see."""
@@ -190,8 +194,8 @@ class Sequence:
         return tokens, *self._select(q, first, last, self._estimate_always(q, begin, first, last))
 
     def _dense(self, tokens: slice) -> Decision:
-        heads = self.pages.layout.num_kv_heads
-        return tokens, [torch.arange(self.pages.num_pages)] * heads, torch.zeros(heads, dtype=self.pages.dtype)
+        zeros = torch.zeros(self.pages.layout.num_kv_heads, dtype=self.pages.dtype)
+        return tokens, [torch.arange(self.pages.num_pages)] * len(zeros), zeros, zeros
 
     def _estimate_always(self, q: torch.Tensor, begin: int, first: int, last: int) -> torch.Tensor:
         """Estimated log-mass `[1, H, G, S]` of what the block at `begin` reads in any case, its own tokens left out."""
@@ -209,15 +213,18 @@ class Sequence:
 
     def _select(
         self, q: torch.Tensor, first: int, last: int, base: torch.Tensor
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The pages of each kv head (always read and selected), and the estimated dropped mass `[kv_heads]`."""
-        log_mass = self.scorer(q, self.pages, torch.arange(first, last), base)
+    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        """The pages of each kv head (always read and selected), estimated dropped mass and depth `[kv_heads]`."""
+        candidates = torch.arange(first, last)
+        log_mass = self.scorer(q, self.pages, candidates, base)
         share, always_share = shares(log_mass, base)
         order, count, covered = choose(share, always_share, self.settings, self.pages.num_pages)
         always = self._always(first, last)
         chosen = [torch.cat((always, first + order[0, h, : count[0, h]])).sort().values for h in range(len(count[0]))]
         dropped = 1 - covered.mean(2).gather(-1, count.unsqueeze(-1))[0, :, 0]
-        return chosen, dropped.clamp(0, 1)
+        probes = getattr(self.scorer, "probes", None)
+        depth = torch.zeros_like(dropped) if probes is None else probes(q, self.pages, candidates)[0] / len(candidates)
+        return chosen, dropped.clamp(0, 1), depth
 
 
 def choose(

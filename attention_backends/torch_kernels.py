@@ -95,13 +95,15 @@ class TorchKernels:
         dropped: torch.Tensor | None = None,
         pages_read: torch.Tensor | None = None,
         chosen: torch.Tensor | None = None,
+        depth: torch.Tensor | None = None,
         residency: Residency | None = None,
     ) -> None:
         """Causal attention of a mixed batch into `out` `[tokens, num_q_heads, D]`.
 
         `lse`: float32 `[tokens, num_q_heads]`. `num_threads` is accepted for the shared signature; torch's own applies.
-        `sparse`: read selected pages only, scored from `headers` uint8 `[num_blocks, header_bytes]`; then `dropped`
-        (float32) and `pages_read` (int32), `[tokens, num_kv_heads]`, receive what `sparse_pages.SparseResult` says.
+        `sparse`: read selected pages only, scored from `headers` uint8 `[num_blocks, header_bytes]`; then `dropped`,
+        `depth` (float32) and `pages_read` (int32), `[tokens, num_kv_heads]`, receive what `sparse_pages.SparseResult`
+        says.
         """
         bounds = cu_q.tolist()
         for row, length in enumerate(context.tolist()):
@@ -116,16 +118,16 @@ class TorchKernels:
                 decisions = _dense(pages, q[begin:end], own_k, own_v, scale)
             else:
                 decisions = _selected(Sequence(pages, q[begin:end], own_k, own_v, scale, sparse, make_scorer(sparse)))
-            for tokens, result, log_sum, unread, count in decisions:
+            for tokens, result, *counted in decisions:
                 at = slice(begin + tokens.start, begin + tokens.stop)
                 out[at] = result.to(out.dtype)
-                for target, value in ((lse, log_sum), (dropped, unread), (pages_read, count)):
+                for target, value in zip((lse, dropped, pages_read, depth), counted, strict=True):
                     if target is not None:
                         target[at] = value
 
 
-# Tokens of the row, their output and log-sum-exp, dropped mass and pages read (for each kv head).
-_Attended = tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+# Tokens of the row, their output and log-sum-exp; dropped mass, pages read and share probed (for each kv head).
+_Attended = tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _dense(
@@ -140,14 +142,14 @@ def _dense(
     if k is not None and v is not None:
         state.add_causal(k.float(), v.float())
     heads = torch.zeros(layout.num_kv_heads)
-    yield slice(0, len(q)), *state.result(), heads, (heads + pages.num_pages).int()
+    yield slice(0, len(q)), *state.result(), heads, (heads + pages.num_pages).int(), heads
 
 
 def _selected(sequence: Sequence) -> Iterator[_Attended]:
     """Attention of a row's tokens over the pages that they choose."""
-    for tokens, chosen, unread in sequence.decide():
+    for tokens, chosen, unread, depth in sequence.decide():
         count = torch.tensor([len(pages) for pages in chosen], dtype=torch.int32)
-        yield tokens, *sequence.attend(tokens, chosen), unread, count
+        yield tokens, *sequence.attend(tokens, chosen), unread, count, depth
 
 
 def _chooses(sparse: SparseSettings, pages: ContextPages, tokens: int) -> bool:

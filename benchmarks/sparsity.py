@@ -51,7 +51,7 @@ def measure(llm: Any, work: Work) -> Measured:
 
     scores = [engine.score(llm, ids).nll for ids in work.documents]
     counters = metrics.snapshot()
-    dropped = [lost / rows for _, (rows, lost) in sorted(metrics.STATS.by_layer.items())]
+    dropped = [lost / rows for _, (rows, lost, *_) in sorted(metrics.STATS.by_layer.items())]
     nll = [s if rows is None else s[rows] for s, rows in zip(scores, work.scored, strict=True)]
     return Measured(nll, needles.answer(llm, work.haystacks), counters, dropped)
 

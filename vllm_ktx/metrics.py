@@ -29,6 +29,7 @@ _HELP = {
     "sparse_pages_read": "Pages that those rows read",
     "sparse_pages_context": "Pages that those rows could have read",
     "dropped_mass": "Estimated share of softmax mass that those rows left unread, summed",
+    "probed_share": "Share of their candidate pages whose two-bit codes those rows looked into, summed",
     "audited_rows": "Rows (token, layer, query head) recomputed densely",
     "audited_recall": "True share of softmax mass that those rows had read, summed",
     "audited_claim": "The share that the estimate had claimed for them, summed",
@@ -47,7 +48,7 @@ _HELP = {
     "tier_lost": "Pages given up because they couldn't be written",
     "tier_faults": "Blocks handed back to the scheduler to be computed again",
 }
-_BY_LAYER = ("sparse_rows", "dropped_mass")
+_BY_LAYER = ("sparse_rows", "dropped_mass", "probed_share")
 
 
 @dataclass
@@ -69,6 +70,7 @@ class KtxStats:
     sparse_pages_read: int = 0
     sparse_pages_context: int = 0
     dropped_mass: float = 0.0
+    probed_share: float = 0.0
     audited_rows: int = 0
     audited_recall: float = 0.0
     audited_claim: float = 0.0
@@ -86,7 +88,7 @@ class KtxStats:
     tier_io_errors: int = 0
     tier_lost: int = 0
     tier_faults: int = 0
-    by_layer: dict[int, list[float]] = field(default_factory=dict, repr=False)  # rows, dropped mass
+    by_layer: dict[int, list[float]] = field(default_factory=dict, repr=False)  # as _BY_LAYER
     _prometheus: dict[str, Any] = field(default_factory=dict, repr=False)
     _published: dict[str, float] = field(default_factory=dict, repr=False)
 
@@ -102,21 +104,22 @@ class KtxStats:
             setattr(self, f.name, getattr(self, f.name) + getattr(pages, f.name))
         self._export()
 
-    def record_sparse(self, layer: int, dropped: Any, pages_read: Any, context_pages: Any) -> None:
-        """One layer of a step: `dropped`, `pages_read` `[tokens, kv_heads]`, `context_pages` `[tokens]`, tensors."""
+    def record_sparse(self, layer: int, dropped: Any, pages_read: Any, context_pages: Any, depth: Any) -> None:
+        """One layer of a step, tensors: `context_pages` `[tokens]`, the others `[tokens, kv_heads]`."""
         read, had = pages_read.numpy(), context_pages.numpy()[:, None]  # small arrays: numpy's calls cost less
         chosen = read < had
         rows = int(chosen.sum())
         if not rows:
             return
-        lost = float(dropped.numpy()[chosen].sum())
+        lost, probed = (float(x.numpy()[chosen].sum()) for x in (dropped, depth))
         self.sparse_rows += rows
         self.sparse_pages_read += int(read[chosen].sum())
         self.sparse_pages_context += int((had * chosen).sum())
         self.dropped_mass += lost
-        of_layer = self.by_layer.setdefault(layer, [0.0, 0.0])
-        of_layer[0] += rows
-        of_layer[1] += lost
+        self.probed_share += probed
+        of_layer = self.by_layer.setdefault(layer, [0.0] * len(_BY_LAYER))
+        for i, gained in enumerate((rows, lost, probed)):
+            of_layer[i] += gained
 
     def record_tiers(self, pool: Any) -> None:
         """What a hot pool counted since the last time (`PoolStats`)."""

@@ -65,6 +65,7 @@ class SparseArgs(Structure):
         ("reserved", c_int32),
         *((name, c_void_p) for name in ("dropped", "pages_read", "chosen")),
         ("chosen_stride", c_int64),
+        ("depth", c_void_p),
     ]
 
 

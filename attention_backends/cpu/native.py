@@ -245,6 +245,7 @@ class CpuKernels:
         dropped: torch.Tensor | None = None,
         pages_read: torch.Tensor | None = None,
         chosen: torch.Tensor | None = None,
+        depth: torch.Tensor | None = None,
         residency: Residency | None = None,
     ) -> None:
         """Causal attention of a mixed batch into `out`.
@@ -260,7 +261,8 @@ class CpuKernels:
 
         `sparse`: which pages each query reads (None: all), by `headers` uint8 [num_blocks, header_bytes]. `dropped`
         float32 and `pages_read` int32, both [tokens, num_kv_heads], contiguous: the estimated share of softmax mass
-        that was not read, and the context pages that were. `chosen` int32 [tokens, num_kv_heads, any], contiguous: the
+        that was not read, and the context pages that were. `depth`, like `dropped`: the share of the candidates of the
+        selection whose two-bit codes were read. `chosen` int32 [tokens, num_kv_heads, any], contiguous: the
         selected ones beside window and sinks, ascending, -1 behind the last; 64 queries of a prefill block share their
         list, which only the first of them gets.
 
@@ -290,7 +292,7 @@ class CpuKernels:
             num_threads,
         )  # fmt: skip
         if sparse is not None:
-            args.sparse = pointer(self._sparse_args(layout, sparse, headers, dropped, pages_read, chosen))
+            args.sparse = pointer(self._sparse_args(layout, sparse, headers, dropped, pages_read, chosen, depth))
         if residency is not None:
             _need(residency.limit >= MIN_WAVE, "residency.limit", residency.limit, f"at least {MIN_WAVE}")
             caller = _Bringer(residency)
@@ -315,6 +317,7 @@ class CpuKernels:
         dropped: torch.Tensor | None,
         pages_read: torch.Tensor | None,
         chosen: torch.Tensor | None,
+        depth: torch.Tensor | None,
     ) -> abi.SparseArgs:
         if headers is None or not layout.fmt.quantized:
             raise ValueError("sparse attention needs headers, which only a quantized format has")
@@ -323,13 +326,14 @@ class CpuKernels:
             raise ValueError(f"scoring {sparse.scoring!r} reads codes by channel: with key_scale="
                              f"{layout.fmt.k_method!r} use scoring 'header'")  # fmt: skip
         _check_bytes("headers", headers, layout.header_bytes)
-        _check_indices(torch.float32, dropped=dropped)
+        _check_indices(torch.float32, dropped=dropped, depth=depth)
         _check_indices(torch.int32, pages_read=pages_read, chosen=chosen)
         return abi.SparseArgs(
             headers.data_ptr(), headers.stride(0), sparse.window, sparse.sink_pages(layout.page_size),
             SCORINGS.index(sparse.scoring), int(sparse.select != "coverage"), sparse.min_pages,
             sparse.top_k or sparse.cap, sparse.coverage, sparse.global_ratio or 0.0, sparse.share, *SPREAD, *EXPLAINED,
             0, _ptr(dropped), _ptr(pages_read), _ptr(chosen), 0 if chosen is None else chosen.shape[-1],
+            _ptr(depth),
         )  # fmt: skip
 
     def _check_layout(self, layout: PageLayout) -> ctypes._Pointer:

@@ -36,13 +36,20 @@ class CascadeScorer:
         log_mass, a, v = estimate_mass(q, mean, deviation, context.layout.page_size, context.softcap)
         if not len(pages):
             return log_mass
-        count = torch.ceil(self.depth(a, v) * len(pages) - ROUNDING)
+        count = self._count(a, v)
         place = torch.argsort(rank(shares(log_mass, base)[0]), -1)
         deep = place < count.unsqueeze(-1)  # [R, H, n]
         wanted = deep.any(0).any(0)
         codes = torch.full_like(log_mass, -math.inf)
         codes[..., wanted] = CodesScorer()(q, context, pages[wanted], base)
         return join(log_mass, codes, deep[:, :, None, None])
+
+    def probes(self, q: torch.Tensor, context: ContextPages, pages: torch.Tensor) -> torch.Tensor:
+        """Pages whose codes are read, `[R, H]`."""
+        return self._count(*estimate_mass(q, *context.moments(pages), context.layout.page_size, context.softcap)[1:])
+
+    def _count(self, a: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.ceil(self.depth(a, v) * a.shape[-1] - ROUNDING)
 
     def depth(self, a: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Share of the candidates to look into, `[R, H]`, from their mean logits and variances `[R, H, G, S, n]`.

@@ -24,6 +24,10 @@ class CodesScorer:
         parts = [self._score(q, context, part) for part in pages.split(CHUNK)]
         return torch.cat(parts, -1) if parts else q.new_zeros(*q.shape[:-1], 0)
 
+    def probes(self, q: torch.Tensor, context: ContextPages, pages: torch.Tensor) -> torch.Tensor:
+        """Pages whose codes are read, `[R, H]`: all."""
+        return torch.full(q.shape[:2], len(pages), dtype=q.dtype)
+
     @staticmethod
     def _score(q: torch.Tensor, context: ContextPages, pages: torch.Tensor) -> torch.Tensor:
         keys, step = context.two_bit_keys(pages)

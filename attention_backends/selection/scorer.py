@@ -10,7 +10,10 @@ from .pages import ContextPages
 
 
 class Scorer(Protocol):
-    """Estimates the log-mass of pages, ln of the sum of exp(logit) over their tokens."""
+    """Estimates the log-mass of pages, ln of the sum of exp(logit) over their tokens.
+
+    One that looks into two-bit codes may also have `probes(q, context, pages)`: of how many pages it does, `[R, H]`.
+    """
 
     def __call__(self, q: torch.Tensor, context: ContextPages, pages: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         """Log-masses `[R, H, G, S, n]` of candidates `pages` (int64 `[n]`, ascending, whole and sealed).

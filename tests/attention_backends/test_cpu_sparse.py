@@ -20,6 +20,7 @@ def run(batch, settings, isa="", **changes):
     tokens, heads = len(batch.inputs["q"]), batch.layout.num_kv_heads
     extra = {
         "dropped": torch.full((tokens, heads), -1.0),
+        "depth": torch.full((tokens, heads), -1.0),
         "pages_read": torch.full((tokens, heads), -1, dtype=torch.int32),
         "chosen": torch.full((tokens, heads, 64), -1, dtype=torch.int32),
     }
@@ -66,6 +67,7 @@ def check(batch, settings, isas=("",), same_choice=1.0):
         given = want if hits == total else oracle(batch, settings, lists=lists)
         compare(out, lse, given.out, given.lse, TOLERANCE[out.dtype], f"{isa} {settings}")
         assert (extra["dropped"].double() - want.dropped).abs().max() < 0.03, isa
+        assert (extra["depth"].double() - want.depth).abs().max() < 0.04, isa  # one page of 25
     return extra
 
 
@@ -80,6 +82,9 @@ def test_decode_rows(scoring, q_heads, kv_heads, dim):
     extra = check(batch, settings, ISAS, same_choice=0.999 if scoring == "header" else 0.95)
     assert extra["pages_read"][0].max() <= 12 + 1 + 256 // 64 + 2
     assert extra["pages_read"][3].tolist() == [4] * kv_heads, "a short context is read whole"
+    probed = {"header": (0, 0), "cascade": (0.35, 1), "codes": (1, 1)}[scoring]
+    assert probed[0] <= extra["depth"][0].min() and extra["depth"][0].max() <= probed[1]
+    assert extra["depth"][3].tolist() == [0] * kv_heads, "and has no candidates"
 
 
 @pytest.mark.parametrize(

@@ -191,13 +191,15 @@ def test_torch_kernels_follow(settings):
     batch = batch_of()
     tokens = len(batch.inputs["q"])
     dropped = torch.full((tokens, 2), float("nan"))
-    pages_read = torch.full((tokens, 2), -1, dtype=torch.int32)
+    pages_read, depth = torch.full((tokens, 2), -1, dtype=torch.int32), torch.full((tokens, 2), float("nan"))
     out, lse = torch.empty_like(batch.inputs["q"]), torch.empty(tokens, 4)
     kernels = TorchKernels()
-    extra = {"headers": headers_of(batch), "sparse": settings, "dropped": dropped, "pages_read": pages_read}
+    extra = {"headers": headers_of(batch), "sparse": settings, "depth": depth}
+    extra |= {"dropped": dropped, "pages_read": pages_read}
     kernels.attention(batch.layout, out=out, lse=lse, **extra, **batch.inputs)
     want = run(batch, settings)
     assert torch.equal(pages_read, want.pages_read)
+    torch.testing.assert_close(depth.double(), want.depth, rtol=1e-5, atol=0)
     torch.testing.assert_close(dropped.double(), want.dropped, rtol=1e-4, atol=1e-5)
     compare(out, lse, want.out, want.lse, 2e-5, settings)
 

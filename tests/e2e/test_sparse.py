@@ -166,6 +166,7 @@ def test_dropped_mass_is_exported_by_layer_and_dense_layers_drop_none(retrieval_
     with engine(retrieval_small, ktx, max_num_batched_tokens=512) as llm:
         llm.generate(prompts([1, 2]), use_tqdm=False)  # counters are exported when the next step is planned
         before = [exported("sparse_rows", layer) for layer in (0, 1)], exported("dropped_mass", 1)
+        probed = exported("probed_share", 1)
         with counting() as counted:
             assert answers(llm, [need]) == [need.answers]
         llm.generate(prompts([1, 2]), use_tqdm=False)
@@ -173,6 +174,8 @@ def test_dropped_mass_is_exported_by_layer_and_dense_layers_drop_none(retrieval_
     assert rows == [0, counted.sparse_rows]
     assert exported("dropped_mass", 1) - before[1] == pytest.approx(counted.dropped_mass)
     assert 0 < counted.dropped_mass < 0.05 * counted.sparse_rows
+    assert exported("probed_share", 1) - probed == pytest.approx(counted.probed_share)
+    assert 0.35 * counted.sparse_rows <= counted.probed_share <= counted.sparse_rows
 
 
 @pytest.mark.parametrize(

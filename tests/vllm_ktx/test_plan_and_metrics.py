@@ -28,12 +28,14 @@ def test_counters_reach_prometheus_by_layer():
     stats.publish(registry)
     stats.record_step(np.array([0, 1, 5]), np.array([100, 0]), OpenPageStats(appended_tokens=5, sealed=2))
     pages_read = torch.tensor([[3, 3], [9, 9]], dtype=torch.int32)
-    stats.record_sparse(7, torch.full((2, 2), 0.25), pages_read, torch.tensor([9, 9]))
+    depth = torch.tensor([[0.5, 1.0], [0.0, 0.0]])
+    stats.record_sparse(7, torch.full((2, 2), 0.25), pages_read, torch.tensor([9, 9]), depth)
     stats.record_step(np.array([0, 1]), np.array([101]), OpenPageStats())
     assert (stats.decode_tokens, stats.prefill_tokens, stats.steps, stats.sealed) == (2, 4, 2, 2)
     assert stats.sparse_rows == 2 and stats.sparse_pages_context == 18 and stats.dropped_mass == 0.5
     assert registry.get_sample_value("vllm_ktx:sealed_total") == 2
     assert registry.get_sample_value("vllm_ktx:dropped_mass_total", {"layer": "7"}) == 0.5
+    assert registry.get_sample_value("vllm_ktx:probed_share_total", {"layer": "7"}) == 1.5 == stats.probed_share
 
 
 def test_audit_compares_with_dense():

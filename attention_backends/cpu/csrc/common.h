@@ -19,7 +19,7 @@ enum WorkSlot {
   kTasks, kPartials, kDecodeQuery, kDecodeScores, kDecodeAcc, kDecodeMerge, kSeal,
   kPrefill0, kPrefill1, kPrefill2, kPrefill3,
   kSparseUnits, kSparseMemory, kSparseRanked, kSparseBlock, kSparseList,
-  kWaveStamps, kWavePages, kPagedTasks, kPagedState, kPagedChoices, kWorkSlots
+  kSparseKnown, kSparseSpread, kWaveStamps, kWavePages, kPagedTasks, kPagedState, kWorkSlots
 };
 
 struct Workspace {

@@ -9,12 +9,14 @@ namespace KTX_NS {
 
 struct MacF32 {
   static constexpr int kPack = 1;  // numbers in a word
+  using Sum = vf;
   KTX_INLINE vf step(vf acc, vf a, vf b) { return fmadd(a, b, acc); }
 };
 #if defined(__AVX512BF16__)
 #define KTX_HAS_BF16_DOT 1
 struct MacBF16 {
   static constexpr int kPack = 2;
+  using Sum = vf;
   KTX_INLINE vf step(vf acc, vf a, vf b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
   KTX_INLINE vf pair(vf first, vf second) {  // words (first, second), rounded to nearest even
     static const uint16_t order[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
@@ -33,9 +35,10 @@ constexpr int kStrip = kStripVectors * W;
 template <class Mac, int NV, bool ADD>
 static inline void multiply_block(const float* a, int64_t lda, const float* b, int k_words, float* c, int64_t ldc,
                                   const float* init) {
-  vf acc[kRows][NV];
+  using Sum = typename Mac::Sum;  // as many bits as vf
+  Sum acc[kRows][NV];
   for (int i = 0; i < kRows; i++)
-    for (int j = 0; j < NV; j++) acc[i][j] = ADD ? load(c + i * ldc + j * W) * set1(init[i]) : set1(init[i]);
+    for (int j = 0; j < NV; j++) acc[i][j] = (Sum)(ADD ? load(c + i * ldc + j * W) * set1(init[i]) : set1(init[i]));
   for (int k = 0; k < k_words; k++, b += kStrip) {
     vf column[NV];
     for (int j = 0; j < NV; j++) column[j] = load(b + j * W);
@@ -45,7 +48,7 @@ static inline void multiply_block(const float* a, int64_t lda, const float* b, i
     }
   }
   for (int i = 0; i < kRows; i++)
-    for (int j = 0; j < NV; j++) store(c + i * ldc + j * W, acc[i][j]);
+    for (int j = 0; j < NV; j++) store(c + i * ldc + j * W, (vf)acc[i][j]);
 }
 
 // C[rows][columns] = A B + init (by row), or with ADD, C * init + A B. `rows` a multiple of kRows, `columns` of W; A is

@@ -69,6 +69,7 @@ struct SparseArgs {
   int32_t* pages_read;                 // [tokens, num_kv_heads], or null
   int32_t* chosen;                     // [tokens, num_kv_heads, chosen_stride], or null: candidates taken, ascending, -1
   int64_t chosen_stride;               // behind the last; a block of prefill queries fills its first token's row alone
+  float* depth;                        // [tokens, num_kv_heads] share of the candidates whose plane 0 was read, or null
 };
 
 // Where not all pages are resident: before a wave of tasks reads sealed pages, `bring` makes those of `count` distinct

@@ -23,8 +23,8 @@ struct PagedBlocks {
 
   // Bytes that a block keeps: its sums, its list, its estimates.
   int64_t bytes_of(const Block& b) const {
-    const BlockChoice choice(a, b.row, b.kv_head, b.q_begin, b.q_end);
-    return 4 * (b.state_floats(a) + choice.pages + 64 + (choice.count ? choice.memory_floats() + 64 : 0));
+    BlockChoice choice(a, b.row, b.kv_head, b.q_begin, b.q_end);
+    return 4 * (b.state_floats(a) + choice.pages + 64 + (choice.count ? choice.lay_out(nullptr) + 64 : 0));
   }
 
   int most_blocks() const { return max_of(1, waves.limit() / (2 * step)); }
@@ -41,14 +41,14 @@ struct PagedBlocks {
       states[i] = reinterpret_cast<float*>(take(b.state_floats(a)));
       b.list = reinterpret_cast<int32_t*>(take(choices[i].pages));
       sweeps[i] = {nullptr, b.row, choices[i].first, 0, 0, 0};
-      if (choices[i].count) sweeps[i].list = reinterpret_cast<int32_t*>(take(choices[i].memory_floats()));
+      if (choices[i].count) sweeps[i].list = reinterpret_cast<int32_t*>(take(choices[i].lay_out(nullptr)));
     }
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int i = 0; i < num_blocks; i++) {
       if (!choices[i].count) continue;
       int32_t* probes = blocks[i].list + choices[i].first;
       float* memory_of_choice = reinterpret_cast<float*>(const_cast<int32_t*>(sweeps[i].list));
-      sweeps[i].count = choices[i].estimate(memory_of_choice, probes);
+      sweeps[i].count = choices[i].estimate(memory_of_choice, probes, thread_workspace());
       sweeps[i].list = probes;
     }
     while (waves.next(sweeps, num_blocks, 1, true)) {
@@ -81,8 +81,7 @@ struct PagedBlocks {
 
   void begin(int i, Workspace& ws) {
     Block& b = blocks[i];
-    const int probed = sweeps[i].count;
-    const int n = choices[i].count ? choices[i].choose_into(b.list, b.list + choices[i].first, probed, ws)
+    const int n = choices[i].count ? choices[i].choose_into(b.list, b.list + choices[i].first, ws)
                                    : choices[i].take_all(b.list);
     b.sort_pages(a, n, ws);
     sweeps[i] = {b.list, b.row, 0, b.num_sealed, 0, 0};

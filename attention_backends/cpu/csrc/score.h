@@ -24,7 +24,7 @@ KTX_INLINE vf vsqrt(vf x) {
 // ---- headers ------------------------------------------------------------------------------------------------------
 //
 // a = q . mean and v = q^2 . deviation^2 of many pages. Headers are bytes, so the query and its squares are folded into
-// int16 once: pairs of products add up in int32, W pages are summed across lanes together.
+// int16 once: products add up in int32, W pages are summed across lanes together.
 
 #if defined(__AVX512F__)
 KTX_INLINE vi load_s8_words(const int8_t* p) {
@@ -34,15 +34,13 @@ KTX_INLINE vi load_s8_half(const int8_t* p) {
   return _mm512_cvtepi8_epi16(_mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 KTX_INLINE vi square_words(vi x) { return _mm512_mullo_epi16(x, x); }
-// Lane i: the sum of x[i]. Every sum is the same tree, so a page's score doesn't depend on its place.
-KTX_INLINE vf sum_each(const vf (&x)[W]) {
-  const auto pairs = [](vf a, vf b) { return _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b); };
-  const auto fours = [](vf a, vf b) {
-    const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
-    return _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)) + _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
+KTX_INLINE vi sum_each(const vi (&x)[W]) {  // lane i: the sum of x[i]
+  const auto pairs = [](vi a, vi b) { return iadd(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b)); };
+  const auto fours = [](vi a, vi b) { return iadd(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b)); };
+  const auto blocks = [](vi a, vi b) {
+    return iadd(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xDD));
   };
-  const auto blocks = [](vf a, vf b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xDD); };
-  vf four[4];
+  vi four[4];
   for (int i = 0; i < 4; i++) four[i] = fours(pairs(x[4 * i], x[4 * i + 1]), pairs(x[4 * i + 2], x[4 * i + 3]));
   return blocks(blocks(four[0], four[1]), blocks(four[2], four[3]));
 }
@@ -52,11 +50,11 @@ KTX_INLINE vi load_s8_words(const int8_t* p) {
 }
 KTX_INLINE vi load_s8_half(const int8_t*) { return _mm256_setzero_si256(); }  // 2 W divides every head_dim
 KTX_INLINE vi square_words(vi x) { return _mm256_mullo_epi16(x, x); }
-KTX_INLINE vf sum_each(const vf (&x)[W]) {
-  vf four[2];
-  for (int i = 0; i < 2; i++)
-    four[i] = _mm256_hadd_ps(_mm256_hadd_ps(x[4 * i], x[4 * i + 1]), _mm256_hadd_ps(x[4 * i + 2], x[4 * i + 3]));
-  return _mm256_permute2f128_ps(four[0], four[1], 0x20) + _mm256_permute2f128_ps(four[0], four[1], 0x31);
+KTX_INLINE vi sum_each(const vi (&x)[W]) {
+  const auto pairs = [&](int i) { return _mm256_hadd_epi32(x[i], x[i + 1]); };
+  vi four[2];
+  for (int i = 0; i < 2; i++) four[i] = _mm256_hadd_epi32(pairs(4 * i), pairs(4 * i + 2));
+  return iadd(_mm256_permute2x128_si256(four[0], four[1], 0x20), _mm256_permute2x128_si256(four[0], four[1], 0x31));
 }
 #else
 KTX_INLINE vi load_s8_words(const int8_t* p) {
@@ -70,13 +68,21 @@ KTX_INLINE vi square_words(vi x) {
 KTX_INLINE vi dot_words(vi sum, vi a, vi b) {
   return sum + sra<16>(sll<16>(a)) * sra<16>(sll<16>(b)) + sra<16>(a) * sra<16>(b);
 }
-KTX_INLINE vf sum_each(const vf (&x)[W]) { return each([&](int i) { return hsum(x[i]); }); }
+KTX_INLINE vi sum_each(const vi (&x)[W]) {
+  return ieach([&](int i) { int32_t sum = 0; for (int j = 0; j < W; j++) sum += x[i][j]; return sum; });
+}
 #endif
 
-// A folded query: `words` holds int16 [2][width], the query and its squares; steps[2] are what one of each is worth.
+// Into the second-level cache: a group of pages ahead, they would push each other out of the first.
+KTX_INLINE void fetch_header(const uint8_t* p, int bytes) {
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
+// Queries are folded as words [width / (2 W)][vectors][2][2 W] int16: of each 2 W channels the query, then its squares,
+// of all vectors that share a pass. steps[2] of a vector: what one of each is worth.
 KTX_INLINE int header_width(int dim) { return (dim + 31) / 32 * 32; }
 
-static void fold_header_query(const float* q, int dim, int16_t* words, float* steps) {
+static void fold_header_query(const float* q, int dim, int vectors, int16_t* words, float* steps) {
   const int width = header_width(dim);
   vf top = zero(), zeros = zero();
   for (int c = 0; c < dim; c += W) {
@@ -86,62 +92,67 @@ static void fold_header_query(const float* q, int dim, int16_t* words, float* st
   }
   const float largest = hmax(top);
   const bool finite = hsum(zeros) == 0;
-  // A lane adds up width / W products with squares of deviations, at most 127^2.
-  const float most = min_of(32767.f, 0x1p31f / float(127 * 127) / float(width / W) - 1);
+  // All `dim` products with squares of deviations, at most 127^2, add up in one int32.
+  const float most = min_of(32767.f, 0x1p31f / float(127 * 127) / float(dim) - 1);
   const vf inverse = set1(finite && largest > 1e-30f ? 1.f / largest : 0.f);
   for (int c = 0; c < width; c += W) {
     const vf x = c < dim ? load(q + c) * inverse : zero();
-    store_low16(reinterpret_cast<uint16_t*>(words) + c, to_int(x * set1(32767.f)));
-    store_low16(reinterpret_cast<uint16_t*>(words) + width + c, to_int(x * x * set1(most)));
+    uint16_t* to = reinterpret_cast<uint16_t*>(words) + c / (2 * W) * vectors * 4 * W + c % (2 * W);
+    store_low16(to, to_int(x * set1(32767.f)));
+    store_low16(to + 2 * W, to_int(x * x * set1(most)));
   }
   steps[0] = finite ? largest / 32767.f : __builtin_nanf("");
   steps[1] = finite ? largest * largest / most : __builtin_nanf("");
 }
 
-// Scores of pages begin .. end by NR queries folded one after the other, to mean and variance [NR][stride], from [begin]
-// on; up to W - 1 places behind `end` are overwritten. `header(i)` is page i's; pages up to `known` are worth prefetching.
+// Scores of pages begin .. end by NR queries folded together, to mean and variance [NR][stride], from [begin] on; up to
+// W - 1 places behind `end` are overwritten. `header(i)` is page i's; pages up to `known` are worth prefetching.
 template <int NR, class F>
 static void scan_headers(F header, int begin, int end, int known, int dim, const int16_t* words, const float* steps,
                          float* mean, float* variance, int64_t stride) {
-  const int width = header_width(dim);
   for (int from = begin; from < end; from += W) {
     const int n = min_of(W, end - from);
-    vf dots[NR][W], spreads[NR][W];
+    vi dots[NR][W], spreads[NR][W];
     alignas(64) float mean_scale[W] = {}, deviation_scale[W] = {};
     for (int j = 0; j < n; j++) {
       const uint8_t* at = header(from + j);
-      if (from + j + W < known) prefetch_run(header(from + j + W), 2 * dim + 4);
+      if (from + j + W < known) fetch_header(header(from + j + W), 2 * dim + 4);
       const int8_t *m = reinterpret_cast<const int8_t*>(at), *d = m + dim;
-      vi dot[NR], spread[NR];
-      for (int r = 0; r < NR; r++) dot[r] = spread[r] = iset1(0);
-      for (int c = 0; c < dim; c += 2 * W) {
-        const bool whole = c + 2 * W <= dim;
-        const vi x = whole ? load_s8_words(m + c) : load_s8_half(m + c);
-        const vi y = square_words(whole ? load_s8_words(d + c) : load_s8_half(d + c));
-        for (int r = 0; r < NR; r++) {
-          dot[r] = dot_words(dot[r], x, iload(words + 2 * r * width + c));
-          spread[r] = dot_words(spread[r], y, iload(words + (2 * r + 1) * width + c));
-        }
-      }
-      for (int r = 0; r < NR; r++) dots[r][j] = to_float(dot[r]), spreads[r][j] = to_float(spread[r]);
+      const int16_t* query = words;
+      Sums dot[NR], spread[NR];
+      unroll<NR>([&](auto r) KTX_LAMBDA { dot[r.value] = spread[r.value] = Sums{}; });
+      const auto add = [&](vi x, vi deviation) KTX_LAMBDA {
+        const vi y = square_words(deviation);
+        unroll<NR>([&](auto r) KTX_LAMBDA {
+          dot[r.value] = (Sums)dot_words((vi)dot[r.value], x, iload(query + r.value * 4 * W));
+          spread[r.value] = (Sums)dot_words((vi)spread[r.value], y, iload(query + r.value * 4 * W + 2 * W));
+        });
+        query += NR * 4 * W;
+      };
+      int c = 0;
+      for (; c + 2 * W <= dim; c += 2 * W, m += 2 * W, d += 2 * W) add(load_s8_words(m), load_s8_words(d));
+      if (c < dim) add(load_s8_half(m), load_s8_half(d));
+      unroll<NR>([&](auto r) KTX_LAMBDA {
+        dots[r.value][j] = (vi)dot[r.value], spreads[r.value][j] = (vi)spread[r.value];
+      });
       uint16_t scales[2];
       std::memcpy(scales, at + 2 * dim, 4);
       mean_scale[j] = f16_to_f32(scales[0]), deviation_scale[j] = f16_to_f32(scales[1]);
     }
-    const vf by_mean = load(mean_scale), by_deviation = load(deviation_scale);
+    const vf by_mean = load(mean_scale), by_deviation = load(deviation_scale) * load(deviation_scale);
     for (int r = 0; r < NR; r++) {
-      for (int j = n; j < W; j++) dots[r][j] = spreads[r][j] = zero();
-      store(mean + r * stride + from, sum_each(dots[r]) * by_mean * set1(steps[2 * r]));
-      store(variance + r * stride + from, sum_each(spreads[r]) * (by_deviation * by_deviation) * set1(steps[2 * r + 1]));
+      for (int j = n; j < W; j++) dots[r][j] = spreads[r][j] = iset1(0);
+      store(mean + r * stride + from, to_float(sum_each(dots[r])) * by_mean * set1(steps[2 * r]));
+      store(variance + r * stride + from, to_float(sum_each(spreads[r])) * by_deviation * set1(steps[2 * r + 1]));
     }
   }
 }
 
-// Log-mass of a page of `tokens` from mean score a and unscaled variance v, W pages at once.
-KTX_INLINE vf header_mass(vf a, vf v, float log_tokens) {
-  const vf sd = vsqrt(v * set1(kVarianceShare)), edge = set1(__builtin_sqrtf(2 * log_tokens));
-  const vf wide = sd * edge - set1(log_tokens);
-  return a + set1(log_tokens) + select_lt(sd, edge, sd * sd * set1(0.5f), wide);
+// Log-mass of a page of exp(log_tokens) keys from mean score a and unscaled variance v, W pages at once.
+KTX_INLINE vf header_mass(vf a, vf v, vf log_tokens) {
+  const vf sd = vsqrt(v * set1(kVarianceShare)), edge = vsqrt(set1(2.f) * log_tokens);
+  const vf wide = sd * edge - log_tokens;
+  return a + log_tokens + select_lt(sd, edge, sd * sd * set1(0.5f), wide);
 }
 
 // ---- plane 0 ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 // Which pages a query group reads: ranked by the share of attention they are estimated to hold, summed over the group's
 // heads; as few as give every head of the group its coverage.
 #pragma once
+#include "gemm.h"
 #include "score.h"
 
 namespace KTX_NS {
@@ -30,27 +31,31 @@ struct Masses {
   int64_t stride;                   // at least `count` rounded up to 16; what lies behind `count` is -inf
 };
 
-// Shares of each head's total mass, where `known` is the log-mass of what is read anyway; fills shares and rank, and
-// writes the share already covered by it, by head.
+// exp(mass - peak) of `padded` log-masses, whole vectors. Returns the factor that makes shares of them, where `known` is
+// the log-mass of what is read anyway; its share goes to *covered.
+static float exponentials(const float* mass, int padded, float known, float* out, float* covered) {
+  vf top = set1(known), sum = zero();
+  for (int i = 0; i < padded; i += W) top = vmax(load(mass + i), top);
+  float peak = hmax(top);
+  if (!(peak > -3e38f && peak < 3e38f)) peak = 0;  // nothing finite to compare: all shares 0
+  for (int i = 0; i < padded; i += W) {
+    const vf e = vexp(load(mass + i) - set1(peak));
+    const vf clean = select_nan(e, zero(), e);
+    sum = sum + clean;
+    store(out + i, clean);
+  }
+  const float own = known == kNegInf ? 0.f : __builtin_expf(known - peak), total = hsum(sum) + own;
+  *covered = total > 0 ? own / total : 1.f;
+  return total > 0 ? 1.f / total : 0.f;
+}
+
+// Shares of each head's total mass: fills shares and rank, and `covered`, by head, with the share of what is known.
 static void share_masses(const Masses& m, const float* known, float* covered) {
   const int padded = (m.count + W - 1) / W * W;
   for (int i = 0; i < padded; i += W) store(m.rank + i, zero());
   for (int h = 0; h < m.heads; h++) {
-    const float* mass = m.log_mass + h * m.stride;
     float* share = m.shares + h * m.stride;
-    vf top = set1(known[h]), sum = zero();
-    for (int i = 0; i < padded; i += W) top = vmax(load(mass + i), top);
-    float peak = hmax(top);
-    if (!(peak > -3e38f && peak < 3e38f)) peak = 0;  // nothing finite to compare: all shares 0
-    for (int i = 0; i < padded; i += W) {
-      const vf e = vexp(load(mass + i) - set1(peak));
-      const vf clean = select_nan(e, zero(), e);
-      sum = sum + clean;
-      store(share + i, clean);
-    }
-    const float own = known[h] == kNegInf ? 0.f : __builtin_expf(known[h] - peak), total = hsum(sum) + own;
-    const vf inverse = set1(total > 0 ? 1.f / total : 0.f);
-    covered[h] = total > 0 ? own / total : 1.f;
+    const vf inverse = set1(exponentials(m.log_mass + h * m.stride, padded, known[h], share, covered + h));
     for (int i = 0; i < padded; i += W) {
       const vf s = load(share + i) * inverse;
       store(share + i, s);
@@ -131,20 +136,24 @@ KTX_INLINE int probe_count(float depth, int count) {
   return min_of(count, int(__builtin_ceil(double(depth) * count - 1e-3)));
 }
 
-// The share of candidates whose plane 0 is worth reading: the usual one where headers explain the scores, all where they
-// leave a wide spread unexplained. a: mean scores, v: variances, `heads` rows.
-static float deepening(const SparseArgs& s, const float* a, const float* v, int count, int heads, int64_t stride) {
+// Sums over pages of mean scores, their squares and the variances within pages.
+struct Spread {
+  vf sum = zero(), squares = zero(), within = zero();
+  KTX_MEMBER void add(vf mean, vf variance) {
+    sum = sum + mean;
+    squares = fmadd(mean, mean, squares);
+    within = within + variance;
+  }
+};
+
+// The share of `count` candidates whose plane 0 is worth reading: the usual one where headers explain the scores, all
+// where they leave a wide spread unexplained.
+static float deepening(const SparseArgs& s, const Spread* spreads, int count, int heads) {
   float spread = 0, explained = 1;
   for (int h = 0; h < heads; h++) {
-    vf sum = zero(), squares = zero(), within = zero();
-    for (int i = 0; i < count; i += W) {
-      const vf mine = first_lanes(count - i, load(a + h * stride + i), zero());
-      sum = sum + mine;
-      squares = fmadd(mine, mine, squares);
-      within = within + first_lanes(count - i, load(v + h * stride + i), zero());
-    }
-    const float mean = hsum(sum) / count, between = max_of(0.f, hsum(squares) / count - mean * mean);
-    const float unexplained = hsum(within) / count, all = between + unexplained;
+    const float mean = hsum(spreads[h].sum) / count;
+    const float between = max_of(0.f, hsum(spreads[h].squares) / count - mean * mean);
+    const float unexplained = hsum(spreads[h].within) / count, all = between + unexplained;
     spread += unexplained / heads;
     explained = min_of(explained, all > 0 ? between / all : 1.f);
   }

@@ -381,6 +381,9 @@ KTX_INLINE vf butterfly(vf x) {  // lane pairs (i, i + H) -> (sum, difference)
   return as_float(ixor(as_int(x), upper)) + swap_halves<H>(x);
 }
 
+// Sums of integer products. GCC copies, or spills, those of any other type around each product.
+typedef int32_t Sums __attribute__((vector_size(sizeof(vi))));
+
 KTX_INLINE void prefetch_run(const void* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i, 0, 3);
 }

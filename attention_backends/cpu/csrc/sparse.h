@@ -23,7 +23,7 @@ struct Unit {
   int32_t row, query, first, count;   // candidates: pages first .. first + count
   int32_t pages, reserved;            // of the row's context
   int64_t stride;                     // count rounded up
-  int16_t* words;                     // [num_q_heads][2][header_width]: queries as scan_headers takes them
+  int16_t* words;                     // [num_q_heads] x 2 header_width: queries as scan_headers takes them
   float* steps;                       // [num_q_heads][2]
   float *mean, *variance;             // [num_q_heads][stride]: header scores; then log-mass and shares
   float* rank;                        // [num_kv_heads][stride]
@@ -103,7 +103,9 @@ struct SparsePlan {
     for (int g = 0; u.count && g < group; g++) {
       const int head = kv_head * group + g;
       load_query(u, kv_head, g, 1, q);
-      fold_header_query(q, dim, u.words + int64_t(head) * 2 * header_width(dim), u.steps + 2 * head);
+      const int pass = g / kMaxGroup * kMaxGroup, vectors = min_of(kMaxGroup, group - pass);  // scanned together
+      int16_t* words = u.words + int64_t(kv_head * group + pass) * 2 * header_width(dim);
+      fold_header_query(q, dim, vectors, words + (g - pass) * 4 * W, u.steps + 2 * head);
     }
   }
 
@@ -218,17 +220,22 @@ struct SparsePlan {
     if (u.count == 0) return;
     find_known(u, kv_head);
     const Masses m = masses(u, kv_head);
-    const float depth = s.scoring == kScoreHeader ? 0 : s.scoring == kScoreCodes ? 1
-                        : deepening(s, m.log_mass, m.shares, m.count, group, m.stride);
-    const float log_tokens = __builtin_logf(float(size));
+    Spread* spread = ws.get<Spread>(kSparseSpread, group);
+    const vf log_tokens = set1(__builtin_logf(float(size)));
     for (int g = 0; g < group; g++) {
       float* mass = m.log_mass + g * m.stride;
       const float* variance = m.shares + g * m.stride;
-      for (int i = 0; i < u.count; i += W)
-        store(mass + i, first_lanes(u.count - i, header_mass(load(mass + i), load(variance + i), log_tokens), set1(kNegInf)));
+      Spread all;
+      for (int i = 0; i < u.count; i += W) {
+        const vf mean = load(mass + i), within = load(variance + i);
+        all.add(first_lanes(u.count - i, mean, zero()), first_lanes(u.count - i, within, zero()));
+        store(mass + i, first_lanes(u.count - i, header_mass(mean, within, log_tokens), set1(kNegInf)));
+      }
+      spread[g] = all;
       for (int i = (u.count + W - 1) / W * W; i < u.stride; i += W) store(mass + i, set1(kNegInf));
     }
     if (s.scoring == kScoreHeader) return choose_pages(u, kv_head, ws);
+    const float depth = s.scoring == kScoreCodes ? 1.f : deepening(s, spread, u.count, group);
     share_masses(m, u.known + kv_head * group, u.covered + kv_head * group);
     u.length[kv_head] = best(m.rank, u.count, probe_count(depth, u.count), u.list + kv_head * u.stride);
   }
@@ -262,7 +269,7 @@ struct SparsePlan {
     float* covered = u.covered + kv_head * group;
     if (u.length[kv_head]) join_codes(m, list, u.length[kv_head]);
     share_masses(m, u.known + kv_head * group, covered);
-    const int limit = most(u.pages, u.count);
+    const int limit = most(u.pages, u.count), probed = u.length[kv_head];
     if (u.count == 0) {
       for (int g = 0; g < group; g++) covered[g] = 1;
     } else {
@@ -275,6 +282,7 @@ struct SparsePlan {
     for (int g = 0; g < group; g++) lost += max_of(0.f, 1 - covered[g]) / group;
     if (s.dropped) s.dropped[token * heads + kv_head] = lost;
     if (s.pages_read) s.pages_read[token * heads + kv_head] = always_pages(u) + u.length[kv_head];
+    if (s.depth) s.depth[token * heads + kv_head] = probed ? float(probed) / u.count : 0.f;
     hand_out(s, token * heads + kv_head, list, u.length[kv_head], u.first);
   }
 

@@ -8,7 +8,7 @@
 
 namespace KTX_NS {
 
-constexpr int kTile = 64;  // tokens a tile
+constexpr int kTile = W == 16 ? 128 : 64;  // tokens a tile: one row's scores fit in registers
 
 template <class Mac>
 struct Tiles {
