@@ -36,6 +36,9 @@ class KtxConfig:
         reads, see `SparseSettings`; unset: its defaults, scoring by headers where keys have no scales per channel.
     dense_layers: the first layers that read all pages whatever the context.
     audit_rate: share of steps that one layer recomputes densely, to measure what sparsity dropped; 0: none.
+    scheduler: `length_grouped` (see `vllm_ktx.scheduler`) or `stock`; has no say where `--scheduler-cls` is given.
+    prefill_share: part of a step's tokens that a long prefill gets while other requests want to run, above 0, to 1.
+    weights: `resident`, or `prefetch`: layers' weights stay in host memory and are copied ahead of use (CUDA).
     """
 
     format: str | None = None
@@ -57,6 +60,9 @@ class KtxConfig:
     share: float | None = None
     dense_layers: int = 0
     audit_rate: float = 0.0
+    scheduler: str = "length_grouped"
+    prefill_share: float = 0.25
+    weights: str = "resident"
 
     def __post_init__(self) -> None:
         _choice("format", self.format, (*PRESETS, None))
@@ -74,6 +80,11 @@ class KtxConfig:
         rate = self.audit_rate
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1:
             raise ValueError(f"ktx.audit_rate={rate!r}: use a number from 0 to 1")
+        _choice("scheduler", self.scheduler, ("length_grouped", "stock"))
+        _choice("weights", self.weights, ("resident", "prefetch"))
+        part = self.prefill_share
+        if isinstance(part, bool) or not isinstance(part, (int, float)) or not 0 < part <= 1:
+            raise ValueError(f"ktx.prefill_share={part!r}: use a number above 0 and up to 1")
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any] | None) -> KtxConfig:
