@@ -1,4 +1,4 @@
-"""Length-grouped batching in real vLLM: the tokens of the stock scheduler, in an order that spares the short prompts."""
+"""Length-grouped batching in real vLLM: the stock scheduler's tokens, in an order that spares the short prompts."""
 
 import pytest
 from vllm import SamplingParams
