@@ -36,7 +36,7 @@ def serve(argv: list[str]) -> int:
         print(f"vllm-ktx serve: {error}", file=sys.stderr)
         return 2
     if chosen.replicas == 1:
-        os.execv(sys.executable, [*chosen.command, *chosen.arguments])
+        os.execv(chosen.command[0], [*chosen.command, *chosen.arguments])
     try:
         import ray.serve  # noqa: F401
     except ImportError:

@@ -148,6 +148,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 def start(options: ServeOptions, address: str | None = None) -> None:
     """Starts Ray here, or joins the cluster at `address` (or RAY_ADDRESS), and deploys; returns when it serves."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address or os.environ.get("RAY_ADDRESS"):
         ray.init(address=address, log_to_driver=True)
     else:
@@ -158,7 +159,9 @@ def start(options: ServeOptions, address: str | None = None) -> None:
 
 
 def stop() -> None:
-    """Drains and ends the application, and Ray with it if it was started here."""
+    """Drains and ends the application, then Ray if it was started here. Idempotent."""
+    if not ray.is_initialized():
+        return
     serve.delete(APP)
     serve.shutdown()
     ray.shutdown()

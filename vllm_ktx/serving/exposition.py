@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 
@@ -45,12 +46,11 @@ def values(text: str, name: str) -> Iterator[tuple[str, float]]:
 def free_tokens(text: str) -> int | None:
     """Room in a vLLM server's KV cache, in tokens, by its own gauges; None if it doesn't publish them."""
     usage = [value for _, value in values(text, "vllm:kv_cache_usage_perc")]
-    sizes = [
-        int(blocks[1]) * int(size[1])
-        for labels, _ in values(text, "vllm:cache_config_info")
-        if (blocks := re.search(r'num_gpu_blocks="(\d+)"', labels))
-        and (size := re.search(r'block_size="(\d+)"', labels))
-    ]
+    sizes = []
+    for labels, _ in values(text, "vllm:cache_config_info"):
+        found = [re.search(rf'\b{name}="(\d+)"', labels) for name in ("num_gpu_blocks", "block_size")]
+        if all(found):
+            sizes.append(math.prod(int(match[1]) for match in found if match))
     if not usage or not sizes:
         return None
     return int(sum(sizes) * (1 - sum(usage) / len(usage)))

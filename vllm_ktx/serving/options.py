@@ -1,4 +1,4 @@
-"""Settings of `vllm-ktx serve`, and the split of its command line into ours and vLLM's. Imports neither Ray nor vLLM."""
+"""Settings of `vllm-ktx serve`, and its command line split into ours and vLLM's. Imports neither Ray nor vLLM."""
 
 from __future__ import annotations
 
