@@ -81,7 +81,10 @@ class Service:
             if len(names) == replicas and but not in names:
                 return names
             time.sleep(0.3)
-        raise RuntimeError(f"no {replicas} replicas in {seconds:.0f} s\n{Path(self.log.name).read_text()[-4000:]}")
+        raise RuntimeError(f"no {replicas} replicas in {seconds:.0f} s\n{self.log_text()[-4000:]}")
+
+    def log_text(self) -> str:
+        return Path(self.log.name).read_text()
 
     def complete(self, prompt: str, tokens: int = 8, **more: Any) -> httpx.Response:
         body = {"model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}

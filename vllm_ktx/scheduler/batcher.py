@@ -148,7 +148,7 @@ class LengthGroupedBatcher(Generic[Item]):
     def peek(self) -> Item | None:
         """The request to admit next; None if there is none, or only long ones while the lane is taken."""
         ticket = self._best()
-        return ticket and ticket.item
+        return None if ticket is None else ticket.item
 
     def pop(self) -> Item:
         """Takes out what `peek` shows. Raises IndexError if that is nothing."""

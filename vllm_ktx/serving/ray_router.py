@@ -17,7 +17,7 @@ class AffinityRouter(RequestRouter):
 
     _policy = Policy()
 
-    def initialize_state(self, long_tokens: int = Policy.long_tokens) -> None:
+    def initialize_state(self, long_tokens: int = Policy.long_tokens, **_: Any) -> None:
         self._policy = Policy(long_tokens=long_tokens)
         self._loads: dict[str, float] = {}
         self._under_way: dict[str, tuple[str, float]] = {}
