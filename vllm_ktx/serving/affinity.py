@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,31 @@ class Policy:
 def _weight(name: str, key: bytes) -> bytes:
     """A replica's place in a key's order: the same in every process, independent between keys."""
     return hashlib.blake2b(name.encode() + b"\0" + key, digest_size=8).digest()
+
+
+class Load:
+    """What is under way, by request. One that was chosen a replica but not dispatched within `patience` seconds (its
+    client left) no longer counts."""
+
+    def __init__(self, patience: float = 30.0) -> None:
+        self._patience = patience
+        self._requests: dict[str, tuple[str, float, float | None]] = {}  # replica, load, expiry
+
+    def begin(self, request: str, replica: str, load: float, dispatched: bool = False) -> None:
+        """A replica was chosen for the request, or (`dispatched`) has got it."""
+        self._requests[request] = replica, load, None if dispatched else time.monotonic() + self._patience
+
+    def end(self, request: str) -> None:
+        self._requests.pop(request, None)
+
+    def by_replica(self) -> dict[str, float]:
+        now, loads = time.monotonic(), {}
+        for request, (replica, load, expiry) in list(self._requests.items()):
+            if expiry is not None and expiry < now:
+                self.end(request)
+            else:
+                loads[replica] = loads.get(replica, 0.0) + load
+        return loads
 
 
 def read_ask(path: str, headers: Mapping[str, str], body: bytes, session_header: str, head_chars: int) -> Ask:

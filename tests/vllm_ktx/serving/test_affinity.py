@@ -1,13 +1,14 @@
 """Where requests go: heads, sessions, load, room."""
 
 import json
+import time
 from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ktx.serving.affinity import Ask, Candidate, Policy, read_ask
+from vllm_ktx.serving.affinity import Ask, Candidate, Load, Policy, read_ask
 
 NAMES = [f"replica{i}" for i in range(4)]
 IDLE = [Candidate(name) for name in NAMES]
@@ -72,6 +73,21 @@ def test_no_replica_gets_more_than_its_bound(heads, count):
         chosen = policy.rank(Ask(str(head).encode()), [Candidate(n, load) for n, load in loads.items()])[0]
         assert loads[chosen] <= bound
         loads[chosen] += 1
+
+
+def test_load_counts_from_choice_to_completion():
+    load = Load(patience=0.05)
+    load.begin("1", "a", 2.0)
+    load.begin("2", "a", 1.0, dispatched=True)
+    assert load.by_replica() == {"a": 3.0}
+    load.begin("1", "b", 2.0, dispatched=True)
+    load.begin("3", "b", 5.0)
+    assert load.by_replica() == {"a": 1.0, "b": 7.0}
+    time.sleep(0.06)
+    assert load.by_replica() == {"a": 1.0, "b": 2.0}, "chosen, never dispatched: forgotten"
+    for request in ("1", "2", "unknown"):
+        load.end(request)
+    assert load.by_replica() == {}
 
 
 @pytest.mark.parametrize("bad", [{"long_tokens": 0}, {"balance": 0.5}, {"slack": 0}])
