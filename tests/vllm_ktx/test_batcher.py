@@ -133,6 +133,20 @@ def test_priority_comes_before_length_and_age():
     assert drain(batcher) == ["urgent", "normal", "late"]
 
 
+def test_a_long_prefill_of_higher_priority_takes_the_lane():
+    batcher = LengthGroupedBatcher(2 * K)
+    batcher.add("low", 64 * K, priority=1)
+    assert batcher.pop() == "low"
+    low = Row("low", K, 63 * K)
+    batcher.add("lower", 64 * K, priority=2)
+    batcher.plan([low])
+    assert batcher.peek() is None
+    batcher.add("high", 64 * K, priority=0)
+    batcher.plan([low])
+    assert drain(batcher) == ["high"]
+    assert batcher.plan([low, Row("high", K, 63 * K)]) == ["high", "low"]
+
+
 def test_removed_requests_are_gone_and_may_come_back_under_the_same_name():
     batcher = LengthGroupedBatcher(2 * K)
     batcher.add("a", 10)

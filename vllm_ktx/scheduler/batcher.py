@@ -29,7 +29,15 @@ DECODES_ONLY = 2  # a long prefill's share grows by this factor while no other p
 LANE_DEPTH = 2  # long prefills that may be under way at once, one of them suspended, until one is due
 
 Item = TypeVar("Item", bound=Hashable)
-Rank = tuple[int, int, int]  # smaller goes first: front of the queue or not, due or not, arrival or deadline
+
+
+class Rank(NamedTuple):
+    """Smaller goes first. order: arrival of a due request, deadline of another."""
+
+    priority: int
+    not_preempted: bool
+    not_due: bool
+    order: int
 
 
 class Row(NamedTuple):
@@ -170,7 +178,7 @@ class LengthGroupedBatcher(Generic[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         """Waiting requests, those that would go first in front if the lane were free."""
-        return (t.item for t in sorted(self._waiting.values(), key=lambda t: (t.priority, self._rank(t), t.arrival)))
+        return (t.item for t in sorted(self._waiting.values(), key=lambda t: (self._rank(t), t.arrival)))
 
     def is_due(self, item: Item) -> bool:
         """Whether the request, waiting or running, is past its deadline."""
@@ -182,7 +190,7 @@ class LengthGroupedBatcher(Generic[Item]):
         """Plans the next step: returns the running requests in the order in which they take tokens.
 
         The first is the lane's holder, so that it advances in every step; then decoding rows and short prefills, each
-        by arrival; suspended long prefills come last (whoever preempts for memory takes from the end).
+        by priority and arrival; suspended long prefills come last (whoever preempts for memory takes from the end).
         """
         self._steps += 1
         self._tickets = {row.item: self._ticket_of(row) for row in running} | self._waiting
@@ -213,6 +221,7 @@ class LengthGroupedBatcher(Generic[Item]):
                     row.item != holder,
                     row.item in suspended,
                     row.prefill > 0,
+                    self._tickets[row.item].priority,
                     self._tickets[row.item].arrival,
                 ),
             )
@@ -247,7 +256,7 @@ class LengthGroupedBatcher(Generic[Item]):
 
     def _rank(self, ticket: _Ticket[Item]) -> Rank:
         due = self.clock >= ticket.deadline
-        return (not ticket.preempted, not due, ticket.arrival if due else ticket.deadline)
+        return Rank(ticket.priority, not ticket.preempted, not due, ticket.arrival if due else ticket.deadline)
 
     def _best(self) -> _Ticket[Item] | None:
         for priority in sorted(self._levels):
@@ -266,5 +275,6 @@ class LengthGroupedBatcher(Generic[Item]):
     def _admissible(self, ticket: _Ticket[Item]) -> bool:
         if ticket.bucket <= self.short or ticket.preempted or not self._lane:
             return True
-        rank = self._rank(ticket)
-        return rank < min(self._lane) and (len(self._lane) < LANE_DEPTH or not rank[1])
+        rank, holder = self._rank(ticket), min(self._lane)
+        urgent = not rank.not_due or rank.priority < holder.priority
+        return rank < holder and (urgent or len(self._lane) < LANE_DEPTH)
