@@ -81,13 +81,20 @@ def main():
     parser.add_argument("--api-key")
     parser.add_argument("--attention-backend")
     parser.add_argument("--once", default="/nonexistent/once", help="made by the first that dies; then nobody does")
-    parser.add_argument("--usage", type=float, default=0.25)
+    parser.add_argument("--usage", type=float, default=0.25, help="of the KV cache")
+    parser.add_argument("--full", default="", help="the first server to make this file says that its cache is full")
     parser.add_argument("--blocks", type=int, default=1000)
     app = web.Application(client_max_size=1 << 30)
-    app["args"] = parser.parse_args()
+    args = app["args"] = parser.parse_args()
+    if args.full:
+        try:
+            open(args.full, "x").close()
+            args.usage = 1.0
+        except FileExistsError:
+            pass
     app.add_routes([web.get("/health", health), web.get("/metrics", metrics)])
     app.add_routes([web.post("/v1/completions", completions), web.post("/v1/chat/completions", completions)])
-    web.run_app(app, host=app["args"].host, port=app["args"].port, print=None)
+    web.run_app(app, host=args.host, port=args.port, print=None)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ KEY = {"Authorization": "Bearer secret"}
 def served(tmp_path_factory):
     once = tmp_path_factory.mktemp("once") / "once"
     options = ServeOptions(
-        ("some-model", "--api-key", "secret", "--once", str(once)),
+        ("some-model", "--api-key", "secret", "--once", str(once), "--full", f"{once}-full"),
         replicas=2,
         host="127.0.0.1",
         port=free_port(),
@@ -70,6 +70,19 @@ def test_same_head_same_replica_and_both_are_used(served):
         for i in range(6)
     }
     assert len(sessions) == 1
+
+
+def test_long_prompts_go_where_the_cache_has_room(served):
+    """One of the two says that its cache is full; the other has room for 48,000 tokens."""
+    client, _ = served
+    deadline = time.time() + 30
+    while time.time() < deadline:
+        found = {complete(client, f"{head} " * 55_000).headers["x-ktx-replica"] for head in range(10, 20)}
+        if len(found) == 1:
+            break
+    assert len(found) == 1, "what replicas publish reaches the router"
+    short = {complete(client, f"{head} " * 500).headers["x-ktx-replica"] for head in range(10, 30)}
+    assert len(short) == 2
 
 
 def test_load_spills_and_keys_limits_errors_pass(served):
