@@ -93,6 +93,7 @@ def apply_defaults(vllm_config: Any) -> None:
         vllm_config.cache_config.block_size = DEFAULT_PAGE_SIZE
     config, scheduler = ktx_config(vllm_config), vllm_config.scheduler_config
     generates = vllm_config.model_config.runner_type == "generate" and scheduler.enable_chunked_prefill
+    generates &= getattr(vllm_config, "diffusion_config", None) is None  # which have a scheduler of their own
     if config.scheduler == "length_grouped" and scheduler.scheduler_cls is None and generates:
         kind = "AsyncLengthGroupedScheduler" if scheduler.async_scheduling else "LengthGroupedScheduler"
         scheduler.scheduler_cls = f"vllm_ktx.scheduler.{kind}"
