@@ -181,7 +181,7 @@ def install_ktx(steps: Steps) -> None:
     folders = sorted(str(path.parent.relative_to(ROOT)) for path in package_inits())
     steps.step(
         f"vllm-ktx {'with' if compiler else 'without'} native kernels",
-        [pip("install", "--no-build-isolation", "-e", ".[dev,models]")],
+        [pip("install", "--no-build-isolation", "-e", ".[dev,models,ray]")],
         inputs=(compiler, folders, ROOT / "setup.py", ROOT / "pyproject.toml", *sources),
     )
     if not compiler:

@@ -1,9 +1,10 @@
-"""The `vllm-ktx` command: `vllm-ktx doctor` says whether this installation can serve, and what to do if not."""
+"""The `vllm-ktx` command: `doctor` says whether this installation can serve, and what to do if not; `serve` serves."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable
 
@@ -17,8 +18,37 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"vllm-ktx {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="check this installation: vLLM's version, the plugin, the kernels")
-    parser.parse_args(argv)
+    commands.add_parser("serve", help="vllm serve with KTX, or --replicas N of it behind one address", add_help=False)
+    given = sys.argv[1:] if argv is None else argv
+    if given[:1] == ["serve"]:  # its options are mostly vLLM's
+        return serve(given[1:])
+    parser.parse_args(given)
     return doctor()
+
+
+def serve(argv: list[str]) -> int:
+    """One replica: becomes `vllm serve`. More: runs them with Ray Serve until it is told to stop."""
+    from .serving import options
+
+    try:
+        chosen = options.parse(argv)
+    except ValueError as error:
+        print(f"vllm-ktx serve: {error}", file=sys.stderr)
+        return 2
+    if chosen.replicas == 1:
+        os.execv(chosen.command[0], [*chosen.command, *chosen.arguments])
+    try:
+        import ray.serve  # noqa: F401
+    except ImportError:
+        print(
+            f"vllm-ktx serve: --replicas {chosen.replicas} needs Ray Serve: pip install 'vllm-ktx[ray]' "
+            "(or use --replicas 1, which needs no Ray)",
+            file=sys.stderr,
+        )
+        return 2
+    from .serving import app
+
+    return app.main(chosen)
 
 
 def doctor() -> int:

@@ -44,6 +44,9 @@ class KtxConfig:
     eviction: which pages leave the device first: `lru`, `clock` or `attention`.
     prefetch_layers: how many layers ahead pages are fetched.
     trace: record what computes, fetches and writes when (`vllm_ktx.metrics.chrome_trace`).
+    scheduler: `length_grouped` (see `vllm_ktx.scheduler`) or `stock`; has no say where `--scheduler-cls` is given.
+    prefill_share: part of a step's tokens that a long prefill gets while other requests want to run, above 0, to 1.
+    weights: `resident`, or `prefetch`: layers' weights stay in host memory and are copied ahead of use (CUDA).
     """
 
     format: str | None = None
@@ -72,6 +75,9 @@ class KtxConfig:
     eviction: str = "lru"
     prefetch_layers: int = 2
     trace: bool = False
+    scheduler: str = "length_grouped"
+    prefill_share: float = 0.25
+    weights: str = "resident"
 
     def __post_init__(self) -> None:
         _choice("format", self.format, (*PRESETS, None))
@@ -113,6 +119,11 @@ class KtxConfig:
             raise ValueError(f"ktx.prefetch_layers={ahead!r}: use a whole number from 0 to 16")
         if not isinstance(self.trace, bool):
             raise ValueError(f"ktx.trace={self.trace!r}: use true or false")
+        _choice("scheduler", self.scheduler, ("length_grouped", "stock"))
+        _choice("weights", self.weights, ("resident", "prefetch"))
+        part = self.prefill_share
+        if isinstance(part, bool) or not isinstance(part, (int, float)) or not 0 < part <= 1:
+            raise ValueError(f"ktx.prefill_share={part!r}: use a number above 0 and up to 1")
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any] | None) -> KtxConfig:

@@ -55,6 +55,8 @@ def unsupported(vllm_config: Any) -> list[str]:
     from vllm.platforms import current_platform
 
     model, reasons = vllm_config.model_config, []
+    if current_platform.is_cpu() and ktx_config(vllm_config).weights == "prefetch":
+        reasons.append("ktx.weights='prefetch' copies weights to a GPU, and this is vLLM's CPU platform: leave it out")
     if not current_platform.is_cpu():
         reasons.append(
             "KTX has no CUDA kernels yet: install vLLM's CPU build (KTX_DEVICE=cpu make install), or leave "
@@ -86,9 +88,31 @@ def unsupported(vllm_config: Any) -> list[str]:
 
 
 def apply_defaults(vllm_config: Any) -> None:
-    """KTX's page size where the user gave no block size (after the platform chose its own default)."""
+    """KTX's page size and scheduler where the user chose none (after the platform chose its own defaults)."""
     if not vllm_config.cache_config.user_specified_block_size:
         vllm_config.cache_config.block_size = DEFAULT_PAGE_SIZE
+    config, scheduler = ktx_config(vllm_config), vllm_config.scheduler_config
+    generates = vllm_config.model_config.runner_type == "generate" and scheduler.enable_chunked_prefill
+    generates &= getattr(vllm_config, "diffusion_config", None) is None  # which have a scheduler of their own
+    if config.scheduler == "length_grouped" and scheduler.scheduler_cls is None and generates:
+        kind = "AsyncLengthGroupedScheduler" if scheduler.async_scheduling else "LengthGroupedScheduler"
+        scheduler.scheduler_cls = f"vllm_ktx.scheduler.{kind}"
+    if config.weights == "prefetch":
+        _prefetch_weights(vllm_config.offload_config)
+
+
+def _prefetch_weights(offload: Any) -> None:
+    """vLLM's own prefetch of weights; of each four layers one, unless the user gave a number."""
+    offload.offload_backend = "prefetch"
+    if offload.prefetch.offload_group_size == 0:
+        offload.prefetch.offload_group_size = 4
+    logger.info(
+        "KTX: weights of %d of every %d layers stay in host memory and are copied %d ahead of use "
+        "(--offload-num-in-group, --offload-group-size, --offload-prefetch-step)",
+        offload.prefetch.offload_num_in_group,
+        offload.prefetch.offload_group_size,
+        offload.prefetch.offload_prefetch_step,
+    )
 
 
 def _warn_of_misplaced_settings(vllm_config: Any) -> None:

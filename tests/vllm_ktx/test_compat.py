@@ -36,3 +36,15 @@ def test_customize_spec_still_gets_no_configuration():
     from vllm.v1.attention.backend import AttentionBackend
 
     assert list(inspect.signature(AttentionBackend.customize_spec).parameters) == ["spec"]
+
+
+def test_vllm_still_asks_the_hook_about_every_request_and_takes_fewer_tokens():
+    """Where LengthGroupedScheduler's limits act: on running and on waiting requests, before memory is allocated."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler.schedule)
+    running, waiting = source.split("# Next, schedule the WAITING requests.")
+    for part in (running, waiting):
+        asked = part.index("num_new_tokens = self._reserve_prefill_lookahead(")
+        assert asked < part.index("if num_new_tokens == 0:", asked) < part.index("allocate_slots(", asked)
+    assert "if not request_queue or input_budget" in waiting, "a falsy queue ends the round of admissions"

@@ -35,6 +35,9 @@ def test_everything_has_a_default():
         ({"top_k": 5, "select": "coverage"}, "set ktx.select='top_k' and a value for ktx.top_k, or leave both out"),
         ("k4v4", "must be a mapping"),
         ({"format": "none", "key_scale": "per_token"}, "ktx.key_scale has no meaning for ktx.format='none'"),
+        ({"scheduler": "length-grouped"}, "did you mean 'length_grouped'"),
+        ({"prefill_share": 0}, "ktx.prefill_share=0: use a number above 0 and up to 1"),
+        ({"weights": "prefetched"}, "ktx.weights='prefetched': use one of resident, prefetch; did you mean"),
         ({"max_pages": 2**33}, "ktx.max_pages=8589934592: use a whole number"),
     ],
 )
