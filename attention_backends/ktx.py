@@ -156,6 +156,13 @@ class KTXMetadata(AttentionMetadata):
     seal_open: tuple[torch.Tensor, torch.Tensor] | None  # slot (int64), block
     tiers: Tiers | None = None  # where not all pages are resident
 
+    def count_votes(self, chosen: torch.Tensor) -> torch.Tensor:
+        """int64 `[num_blocks]`: how often each block is in the lists of `chosen` int32 `[tokens, kv_heads, any]`."""
+        row = torch.repeat_interleave(torch.arange(len(self.context)), self.cu_q.diff().long())
+        token = (chosen >= 0).nonzero(as_tuple=True)[0]
+        blocks = self.block_table[row[token], chosen[chosen >= 0].long()]
+        return torch.bincount(blocks.long(), minlength=len(self.open_slot))
+
     def drop_context(self, blocks: set[int]) -> None:
         """Rows that read one of `blocks` are computed without their context from now on: vLLM computes them again."""
         pages = -(-self.context.long() // self.layout.page_size)
@@ -357,36 +364,41 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
             more |= memory.paged
             self.kernels.attention(meta.layout, query, key, value, to, *where, self.scale, softcap=self.softcap, **more)
 
-        index = layer_index(layer.layer_name)
+        index, votes = layer_index(layer.layer_name), None
         while True:
             try:
                 if meta.sparse is None or index < self.dense_layers:
                     attend(out)
                 else:
-                    self._attend_sparse(attend, out, memory, meta, index)
+                    votes = self._attend_sparse(attend, out, memory, meta, index)
                 break
             except TierFault as fault:  # costs the rows that need the page; the others are computed as ever
                 memory.lose(meta, fault)
         if self.pages is not None:
-            self.pages.end(start)
+            self.pages.end(start, votes)
         STATS.attention_calls += 1
         return output
 
     def _attend_sparse(
         self, attend: Any, out: torch.Tensor, memory: _LayerMemory, meta: KTXMetadata, index: int
-    ) -> None:
-        """Attends the selected pages into `out`, and accounts for what was left out."""
+    ) -> torch.Tensor | None:
+        """Attends the selected pages into `out`, and accounts for what was left out. Returns how often each block was
+        chosen, if eviction goes by it."""
         shape = (meta.num_tokens, self.num_kv_heads)
         dropped, depth, pages_read = torch.empty(shape), torch.empty(shape), torch.empty(shape, dtype=torch.int32)
         audited = meta.audit is not None and index % AUDITED_LAYERS == meta.audit
         lse = torch.empty(meta.num_tokens, self.num_heads) if audited else None
         counters = {"dropped": dropped, "pages_read": pages_read, "depth": depth}
-        attend(out, lse=lse, headers=memory.headers, sparse=meta.sparse, **counters)
+        chosen = None
+        if meta.tiers is not None and meta.tiers.weighs:
+            chosen = torch.full((*shape, int(meta.context_pages.max())), -1, dtype=torch.int32)
+        attend(out, lse=lse, headers=memory.headers, sparse=meta.sparse, chosen=chosen, **counters)
         STATS.record_sparse(index, dropped, pages_read, meta.context_pages, depth)
         if lse is not None:
             dense, dense_lse = torch.empty_like(out), torch.empty_like(lse)
             attend(dense, lse=dense_lse)
             STATS.record_audit(out, lse, dense, dense_lse, dropped)
+        return None if chosen is None else meta.count_votes(chosen)
 
     def _bind(self, kv_cache: torch.Tensor, meta: KTXMetadata) -> _LayerMemory:
         memory = self._memory

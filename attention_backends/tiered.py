@@ -70,7 +70,7 @@ class Tiers:
         self.store = TieredStore(spec, plan.host_bytes - plane_bytes, disk)
         wave = max(MIN_WAVE, len(memory[0]) * 7 // 8)
         self.pool = HotPool(spec, memory, self.store, plan.eviction, trace=trace, wave=wave)
-        self.weighs = plan.eviction == "attention"
+        self.weighs = plan.eviction == "attention"  # by what the rows of a step choose
         ahead = min(plan.prefetch_layers, len(memory) - 1)
         self.pipeline = LayerPipeline(self.pool, len(memory), ahead)
         self.layers = []
@@ -129,8 +129,9 @@ class LayerPages:
         if not scoring:
             self._read.append(blocks.copy())
 
-    def end(self, start: float) -> None:
-        """The layer's kernels, which began at `start`, are done: what they read is the forecast of the next step."""
+    def end(self, start: float, votes: torch.Tensor | None = None) -> None:
+        """The layer's kernels, which began at `start`, are done: what they read is the forecast of the next step.
+        `votes` int64 `[num_blocks]`: how many query rows chose each page, if eviction asks for it."""
         if self._tiers.trace is not None:
             self._tiers.trace.add("attention", start, time.perf_counter(), layer=self.layer)
         self._pool.release(self.layer)
@@ -140,11 +141,13 @@ class LayerPages:
             found = self._pool.used(self.layer, slots)
             self._read.append(found[found >= 0])
         if self._read:
-            self._tiers.pipeline.chosen(self.layer, np.concatenate(self._read))
+            blocks = np.concatenate(self._read)
+            self._tiers.pipeline.chosen(self.layer, blocks)
             self._read.clear()
-
-    def weigh(self, blocks: npt.NDArray[np.int64], mass: npt.NDArray[np.float32]) -> None:
-        self._pool.weigh(self.layer, blocks, mass)
+            if votes is not None:  # what nobody had to choose is read by all
+                blocks = np.unique(blocks)
+                mass = votes.numpy()[blocks].astype(np.float32)
+                self._pool.weigh(self.layer, blocks, np.where(mass > 0, mass, mass.max(initial=1.0)))
 
     def place(self, blocks: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """For new pages of `blocks` int32 `[n]`: positions (int64) and slots (int32), some at a time; what was to be

@@ -263,15 +263,18 @@ def test_flipped_bits_are_found_and_computed_again(retrieval_small, resident, tm
 
 
 def test_unreadable_pages_end_their_request_and_no_other(retrieval_small, resident, tmp_path):
-    """Every read of the store fails, for ever: a long request is tried again a few times, then ends with an error."""
+    """The pages of a request lie where the disk can't be read any more: it is tried again there a few times, then
+    ends."""
     ids, _, want = resident
     with paged(retrieval_small, on_disk(tmp_path)) as llm:
-        moves = builder(llm).tiers.pool._moves
-        faulty = moves.store = FaultyTier(moves.store)
-        faulty.bad_reads = set(range(moves.spec.num_pages))
-        short = tasks.needle(900, VOCAB, 0.5)  # fits the device
+        assert generate(llm, ids[:1])[0] == want[:1]
+        pool = builder(llm).tiers.pool
+        pool.flush()
+        faulty = pool._moves.store = FaultyTier(pool._moves.store)
+        faulty.bad_reads = set(np.flatnonzero(pool._table.stored).tolist())
+        short = tasks.needle(900, VOCAB, 0.5)
         with counting() as gained:
-            outs = llm.generate(prompts(ids[0], short.prompt(0)), GREEDY, use_tqdm=False)
+            outs = llm.generate(prompts(ids[1], short.prompt(0)), GREEDY, use_tqdm=False)
         assert outs[0].outputs[0].finish_reason == "error" and texts(outs[1:]) == [short.answers]
         assert gained["tier_io_errors"] > 0 and gained["tier_faults"] > 0
         faulty.bad_reads.clear()
