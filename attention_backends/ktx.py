@@ -320,7 +320,7 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         self.dense_layers = config.dense_layers
         self.model_dtype = vllm_config.model_config.dtype
         fmt, page_size = config.kv_format(vllm_config.cache_config.cache_dtype), vllm_config.cache_config.block_size
-        layout = PageLayout(fmt, page_size, self.num_kv_heads, head_size, self.model_dtype.itemsize)
+        self.layout = layout = PageLayout(fmt, page_size, self.num_kv_heads, head_size, self.model_dtype.itemsize)
         _seen = _Seen(fmt, self.model_dtype, engine_plan(vllm_config, config, layout).overcommit)
         self.kernels: Kernels = select_kernels(config.kernels)
         if _seen.overcommit > 1 and not self.kernels.pages:

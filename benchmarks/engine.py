@@ -117,10 +117,15 @@ def _child(sender: Any, function: Callable[..., Any], args: tuple) -> None:
     sender.send(result)
 
 
-def _serve(engine: Engine, work: Callable[..., Any], args: tuple) -> Ran:
+def prepare_environment() -> None:
+    """For a process that is about to start an engine within itself."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the counters live in the worker's process: this one
+
+
+def _serve(engine: Engine, work: Callable[..., Any], args: tuple) -> Ran:
+    prepare_environment()
     from vllm_ktx import metrics
 
     started = time.perf_counter()

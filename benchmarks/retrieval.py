@@ -22,13 +22,10 @@ import sys
 import time
 from typing import Any
 
-from benchmarks import engine, harness, models, tasks
-from vllm_ktx.config import DEFAULT_PAGE_SIZE
-from vllm_ktx.kv_quant import PageLayout, parse_format
+from benchmarks import engine, harness, models, small_device, tasks
 
 CHUNK = 2048
 DECODE_TOKENS = 64
-LAYERS = 2  # of the retrieval model
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,29 +81,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def layout_of(args: argparse.Namespace) -> tuple[PageLayout, int]:
-    """A page of the retrieval model, and how many layers have it."""
-    preset = models.PRESETS["retrieval"]
-    fmt = parse_format(args.format)
-    return PageLayout(fmt, DEFAULT_PAGE_SIZE, preset.kv_heads, preset.head_dim), LAYERS
+def tier_settings(args: argparse.Namespace) -> dict[str, Any]:
+    if args.device_fraction is None:
+        return {}
+    return small_device.settings("retrieval", args.context, args.format, args.disk)
 
 
 def device_bytes(args: argparse.Namespace) -> int:
-    """What `--device-fraction` gives the device."""
-    layout, layers = layout_of(args)
-    return int(args.device_fraction * layout.dense_bytes // layout.page_size * layers * args.context)
-
-
-def tier_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Room for the context beside the device, with a tenth to spare."""
-    if args.device_fraction is None:
-        return {}
-    layout, layers = layout_of(args)
-    blocks = 1.1 * args.context / layout.page_size + 16
-    planes, pages = (blocks * layers * size / 2**30 for size in (layout.scoring_bytes, layout.payload_bytes))
-    if args.disk:
-        return {"host_gib": round(1.05 * planes, 4), "disk_gib": round(1.2 * pages, 4), "disk_dir": args.disk}
-    return {"host_gib": round(planes + pages, 4)}
+    return small_device.device_bytes("retrieval", args.context, args.device_fraction)
 
 
 def compare_with_resident(
@@ -116,12 +98,7 @@ def compare_with_resident(
     small, args = device_bytes(args), argparse.Namespace(**{**vars(args), "device_fraction": None})
     resident = measure(args, recall, ktx)
     say("stock vLLM with the same memory: starting")
-    try:
-        engine.run(setup(args, None, small), ask, recall)
-        refusal = None
-    except RuntimeError as error:
-        lines = [line for line in str(error).splitlines() if "KV cache" in line]
-        refusal = lines[-1] if lines else str(error).splitlines()[-1]
+    refusal = small_device.refusal(setup(args, None, small))
     return {
         "same_tokens": resident["tokens"] == ours["tokens"],
         "resident": resident,

@@ -113,8 +113,8 @@ def _too_small(
     host_need = _ceil((spec.num_blocks - disk_blocks) * host_block)
     return (
         f"host memory and disk hold {held} of {spec.num_blocks} blocks (ktx.host_gib={host_gib:.4g}, ktx.disk_gib="
-        f"{disk_gib:.4g}): raise ktx.disk_gib to {disk_need} or ktx.host_gib to {host_need}, or lower ktx.overcommit to "
-        f"{held / spec.num_blocks:.2f} of what it is"
+        f"{disk_gib:.4g}): raise ktx.disk_gib to {disk_need} or ktx.host_gib to {host_need}, or lower ktx.overcommit "
+        f"to {held / spec.num_blocks:.2f} of what it is"
     )
 
 
