@@ -248,7 +248,10 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         prefilling = None if common.is_prefilling is None else common.is_prefilling.numpy()
         plan = pages.plan(cu_q.numpy(), context.numpy(), table.numpy(), prefilling)
         if self.tiers is not None:
-            STATS.record_tiers(self.tiers.begin_step(table[:, 0].numpy().tobytes()))
+            begun = plan.append[
+                plan.append[:, 2] == 0, 1
+            ]  # open slots of pages whose blocks held something else before
+            STATS.record_tiers(self.tiers.begin_step(table[:, 0].numpy().tobytes(), pages.block_of[begun]))
         STATS.record_step(cu_q.numpy(), context.numpy(), pages.take_stats())
         return KTXMetadata(
             num_tokens=common.num_actual_tokens,

@@ -79,8 +79,11 @@ class Tiers:
             self.layers.append(LayerPages(self, layer, slots, planes))
         self._faults: set[int] = set()
 
-    def begin_step(self, batch: Hashable) -> PoolStats:
-        """A step of the rows that `batch` identifies begins; returns the pool's counts since the last one."""
+    def begin_step(self, batch: Hashable, begun: npt.NDArray[np.int32] | None = None) -> PoolStats:
+        """A step of the rows that `batch` identifies begins, in which the blocks `begun` `[n]` get new content; returns
+        the pool's counts since the last one."""
+        if begun is not None and len(begun):
+            self.pool.forget(begun)
         self.pipeline.begin_step(batch)
         return self.pool.take_stats()
 
