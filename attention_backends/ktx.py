@@ -30,13 +30,13 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from ..config import FORMAT_OF_CACHE_DTYPE
-from ..kv_quant import KVCacheQuantizer, KVFormat, PageLayout
+from ..kv_quant import KVCacheQuantizer, KVFormat, PageLayout, hadamard
 from ..metrics import STATS
 from ..offload import OpenPages, StepPlan
 from ..plan import log_memory_plan
 from ..plugin import ktx_config
 from .audit import Audit
-from .kernels import Kernels, select_kernels
+from .kernels import Kernels, kernels_for
 from .selection import SparseSettings
 
 
@@ -262,7 +262,7 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         self.dense_layers = config.dense_layers
         self.model_dtype = vllm_config.model_config.dtype
         _seen = _Seen(config.kv_format(vllm_config.cache_config.cache_dtype), self.model_dtype)
-        self.kernels: Kernels = select_kernels(config.kernels)
+        self.kernels: Kernels = kernels_for(config.kernels, _seen.fmt)
         self._memory: _LayerMemory | None = None
 
     def forward(
@@ -283,6 +283,8 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         meta, tokens = attn_metadata, attn_metadata.num_tokens
         memory = self._bind(kv_cache, meta)
         query, key, value = query[:tokens], key[:tokens], value[:tokens]
+        if meta.layout.fmt.k_rotate:  # scores are the same; pages, headers and scorers see rotated keys only
+            query, key = (hadamard.rotate(x.float()).to(x.dtype) for x in (query, key))
         if key.stride() != value.stride():  # the kernels take one set of strides for both
             key, value = key.contiguous(), value.contiguous()
         memory.apply(self.kernels, meta, key, value)

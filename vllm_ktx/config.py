@@ -14,6 +14,7 @@ from typing import Any
 
 from .attention_backends.selection import SparseSettings
 from .kv_quant import PRESETS, SCALE_METHODS, KVFormat, parse_format
+from .kv_quant.scale_methods import SCALE_BITS
 
 # What vLLM's own names of a per-token quantized cache stand for when KTX serves them.
 FORMAT_OF_CACHE_DTYPE = {"int8_per_token_head": "k8v8", "int4_per_token_head": "k4v4"}
@@ -27,8 +28,9 @@ class KtxConfig:
     """Settings under `additional_config["ktx"]`.
 
     format: page format, one of `none`, `k8v8`, `k8v4`, `k4v4`; unset: `k8v4`, or what `--kv-cache-dtype` asks for.
-    key_scale, value_scale: `per_channel`, `per_token` or `per_head`; unset: the format's own.
-    rotate_values: Hadamard rotation of values before quantization; unset: the format's own.
+    key_scale, value_scale: a scale method, see `kv_quant.SCALE_METHODS`; unset: the format's own.
+    rotate_keys, rotate_values: Hadamard rotation before quantization; unset: the format's own.
+    scale_bits: 16, or 8 to store scales and minima in a byte each; unset: 16.
     residual_pages: newest sealed pages of a running sequence also kept in the model's dtype; unset: the format's own.
     kernels: `auto` (native where it was built), `native` (or fail), `torch` (slow; for comparison).
     attention: `sparse` or `dense`; unset: sparse, except for format `none`, whose pages have no headers to rank.
@@ -41,7 +43,9 @@ class KtxConfig:
     format: str | None = None
     key_scale: str | None = None
     value_scale: str | None = None
+    rotate_keys: bool | None = None
     rotate_values: bool | None = None
+    scale_bits: int | None = None
     residual_pages: int | None = None
     kernels: str = "auto"
     attention: str | None = None
@@ -63,8 +67,10 @@ class KtxConfig:
         _choice("key_scale", self.key_scale, (*SCALE_METHODS, None))
         _choice("value_scale", self.value_scale, (*SCALE_METHODS, None))
         _choice("kernels", self.kernels, ("auto", "native", "torch"))
-        if self.rotate_values not in (None, True, False):
-            raise ValueError(f"ktx.rotate_values={self.rotate_values!r}: use true or false")
+        for name in ("rotate_keys", "rotate_values"):
+            if getattr(self, name) not in (None, True, False):
+                raise ValueError(f"ktx.{name}={getattr(self, name)!r}: use true or false")
+        _choice("scale_bits", self.scale_bits, (*SCALE_BITS, None))
         pages = self.residual_pages
         if pages is not None and (isinstance(pages, bool) or not isinstance(pages, int) or not 0 <= pages <= 16):
             raise ValueError(f"ktx.residual_pages={pages!r}: use a whole number from 0 to 16")
@@ -99,14 +105,16 @@ class KtxConfig:
                 "set only one"
             )
         if (self.format or asked) == "none":
-            for name in ("key_scale", "value_scale", "rotate_values", "residual_pages"):
+            for name in (*_FORMAT_FIELDS, "residual_pages"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"ktx.{name} has no meaning for ktx.format='none': leave it out")
         return parse_format(
             self.format or asked or DEFAULT_FORMAT,
-            k_method=self.key_scale,  # type: ignore[arg-type]
-            v_method=self.value_scale,  # type: ignore[arg-type]
+            k_method=self.key_scale,
+            v_method=self.value_scale,
+            k_rotate=self.rotate_keys,
             v_rotate=self.rotate_values,
+            scale_bits=self.scale_bits,
             residual_pages=self.residual_pages,
         )
 
@@ -137,12 +145,13 @@ class KtxConfig:
         return settings
 
 
+_FORMAT_FIELDS = ("key_scale", "value_scale", "rotate_keys", "rotate_values", "scale_bits")
 _SPARSE_FIELDS = tuple(f.name for f in dataclasses.fields(SparseSettings))
 
 
 def _choice(name: str, value: Any, choices: tuple) -> None:
     if value not in choices or isinstance(value, bool):
-        names = [c for c in choices if c is not None]
+        names = [str(c) for c in choices if c is not None]
         raise ValueError(f"ktx.{name}={value!r}: use one of {', '.join(names)}{_did_you_mean(str(value), names)}")
 
 
