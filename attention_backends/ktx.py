@@ -29,7 +29,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from ..config import FORMAT_OF_CACHE_DTYPE
+from ..config import FORMAT_OF_CACHE_DTYPE, KtxConfig
 from ..kv_quant import KVCacheQuantizer, KVFormat, PageLayout, hadamard
 from ..metrics import STATS
 from ..offload import OpenPages, StepPlan
@@ -44,8 +44,14 @@ from .selection import SparseSettings
 class _Seen:
     """What the newest engine's layers were built with: `customize_spec` is called without any configuration."""
 
-    fmt: KVFormat
+    config: KtxConfig
+    cache_dtype: str
     model_dtype: torch.dtype
+
+    def layout(self, spec: AttentionSpec, layer_name: str | None) -> PageLayout:
+        """The layout of `spec`'s pages in the named layer (None: the default format's)."""
+        fmt = self.config.kv_format(self.cache_dtype, None if layer_name is None else layer_index(layer_name))
+        return page_layout(spec, fmt, self.model_dtype)
 
 
 _seen: _Seen | None = None
@@ -95,7 +101,15 @@ class KTXBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """One opaque run of `page_bytes` a block, so that vLLM's profiling, admission and logs count real bytes."""
+        return cls.customize_layer_spec(spec, None)
+
+    @classmethod
+    def customize_layer_spec(cls, spec: AttentionSpec, layer_name: str | None) -> AttentionSpec:
+        """One opaque run of `page_bytes` a block, so that vLLM's profiling, admission and logs count real bytes.
+
+        Layers of other formats have other page sizes: vLLM keeps them in one KV cache group, with a region and a
+        metadata builder for each size.
+        """
         if spec.state_content_bytes is not None:
             return spec
         assert _seen is not None, "vLLM asked for KTX's page size before it built a KTX layer"
@@ -104,7 +118,7 @@ class KTXBackend(AttentionBackend):
                 f"Attention backend KTX can't serve this model: its values have head size {spec.head_size_v}, its keys "
                 f"{spec.head_size}."
             )
-        layout = page_layout(spec, _seen.fmt, _seen.model_dtype)
+        layout = _seen.layout(spec, layer_name)
         return dataclasses.replace(
             spec,
             num_head_slots=1,
@@ -155,9 +169,13 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         config = ktx_config(vllm_config)
-        fmt = config.kv_format(vllm_config.cache_config.cache_dtype)
-        self.layout = page_layout(kv_cache_spec, fmt, vllm_config.model_config.dtype)
-        self.sparse = config.sparse_settings(fmt, self.layout.page_size)
+        # vLLM makes a builder for each page size, so all its layers have one format.
+        seen = _Seen(config, vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype)
+        (self.layout,) = {seen.layout(kv_cache_spec, name) for name in layer_names}
+        self.sparse = config.sparse_settings(self.layout.fmt, self.layout.page_size, layer_index(layer_names[0]))
+        layers = vllm_config.compilation_config.static_forward_context
+        first = next((name for name, layer in layers.items() if isinstance(getattr(layer, "impl", None), KTXImpl)), "")
+        self.counts_steps = first in layer_names  # one builder of the engine's does
         self.audit = Audit(config.audit_rate)
         self._open_pages: OpenPages | None = None
         STATS.publish()
@@ -192,7 +210,8 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         table = common.block_table_tensor
         prefilling = None if common.is_prefilling is None else common.is_prefilling.numpy()
         plan = pages.plan(cu_q.numpy(), context.numpy(), table.numpy(), prefilling)
-        STATS.record_step(cu_q.numpy(), context.numpy(), pages.take_stats())
+        if self.counts_steps:
+            STATS.record_step(cu_q.numpy(), context.numpy(), pages.take_stats())
         return KTXMetadata(
             num_tokens=common.num_actual_tokens,
             cu_q=cu_q,
@@ -261,8 +280,8 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         config = ktx_config(vllm_config)
         self.dense_layers = config.dense_layers
         self.model_dtype = vllm_config.model_config.dtype
-        _seen = _Seen(config.kv_format(vllm_config.cache_config.cache_dtype), self.model_dtype)
-        self.kernels: Kernels = kernels_for(config.kernels, _seen.fmt)
+        _seen = _Seen(config, vllm_config.cache_config.cache_dtype, self.model_dtype)
+        self.kernels: Kernels = kernels_for(config.kernels, config.kv_format(_seen.cache_dtype))
         self._memory: _LayerMemory | None = None
 
     def forward(

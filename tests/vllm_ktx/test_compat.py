@@ -36,3 +36,12 @@ def test_customize_spec_still_gets_no_configuration():
     from vllm.v1.attention.backend import AttentionBackend
 
     assert list(inspect.signature(AttentionBackend.customize_spec).parameters) == ["spec"]
+
+
+def test_a_layers_spec_is_still_customized_without_its_name():
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert "layer_name" not in inspect.getsource(inspect.unwrap(Attention.get_kv_cache_spec))
+    source = inspect.getsource(GPUModelRunner.get_kv_cache_spec)
+    assert source.index("attn_module.get_kv_cache_spec(") < source.index("customize_attention_spec(")
