@@ -1,4 +1,8 @@
-"""The `vllm-ktx` command: `vllm-ktx doctor` says whether this installation can serve, and what to do if not."""
+"""The `vllm-ktx` command.
+
+`vllm-ktx doctor` says whether this installation can serve, and what to do if not; `vllm-ktx probe MODEL` measures which
+page format fits a model.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import sys
 from collections.abc import Callable
 
 from . import __version__
+from .probe import command as probe
 
 Check = tuple[str, Callable[[], tuple[bool, str]]]
 
@@ -17,8 +22,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"vllm-ktx {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="check this installation: vLLM's version, the plugin, the kernels")
-    parser.parse_args(argv)
-    return doctor()
+    probe.add_options(commands.add_parser("probe", help="measure which page format fits a model, for ktx.format=auto"))
+    args = parser.parse_args(argv)
+    return probe.main(args) if args.command == "probe" else doctor()
 
 
 def doctor() -> int:
