@@ -187,7 +187,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument("--format", default="k8v4", help=f"one or several, with commas: {', '.join(FORMATS)}")
     options.add_argument("--mode", default="dense", choices=MODES, help="which pages a query reads")
     options.add_argument("--tokens", type=int, default=8192, help="tokens of text for perplexity")
-    options.add_argument("--context", type=int, help="tokens a document; None: 4096, sparse and --table 8192")
+    options.add_argument("--context", type=int, help="tokens a document; None: 4096, sparse 8192")
     options.add_argument(
         "--text", default="topics", help=f"where text comes from, with commas: {', '.join(corpus.NAMES)}"
     )
@@ -206,7 +206,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument("--save", action="store_true", help=f"also write {harness.RESULTS.name}/quality-MODEL.json")
     args = options.parse_args(argv)
     args.formats = args.format.split(",")
-    args.context = args.context or CONTEXT["sparse" if args.table else args.mode]
+    args.context = args.context or CONTEXT["dense" if args.table else args.mode]
     args.needles = args.needles or (1 if args.table else 4)
     if args.mode == "sparse" and len(args.formats) > 1:
         options.error(f"--format {args.format}: --mode sparse takes one format")
@@ -257,6 +257,7 @@ def sparse(name: str, folder: Path, args: argparse.Namespace) -> None:
 
 
 def table(name: str, folder: Path, args: argparse.Namespace) -> None:
+    """The compression table; one document and the longer haystacks, so that all rows take minutes."""
     work = sparse_work(folder, args)
     work = dataclasses.replace(work, haystacks=[hay for hay in work.haystacks if hay.length > args.context // 3])
     rows = compression.run(folder, work, args.context, lambda label, call: timed(f"{name}: {label}", call))
