@@ -47,17 +47,22 @@ def check_config(vllm_config: Any) -> None:
         )
     _warn_of_misplaced_settings(vllm_config)
     page_size = cache.block_size if cache.user_specified_block_size else DEFAULT_PAGE_SIZE
-    fmt = config.kv_format(cache.cache_dtype)
-    config.sparse_settings(fmt, page_size)
+    config.sparse_settings(config.kv_format(cache.cache_dtype), page_size)
     reasons = unsupported(vllm_config)
     if reasons:
         raise ValueError(f"Attention backend KTX can't serve this model: {'; '.join(reasons)}.")
-    model = vllm_config.model_config
-    PageLayout(fmt, page_size, 1, model.get_head_size())
+    settle_format(vllm_config, config, page_size)
+
+
+def settle_format(vllm_config: Any, config: KtxConfig, page_size: int) -> None:
+    """Checks formats against the model, and puts what `auto` became into the settings that workers get."""
+    model, cache_dtype = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    PageLayout(config.kv_format(cache_dtype), page_size, 1, model.get_head_size())
     layers, named = model.get_total_num_hidden_layers(), config.layer_formats().last
     if named >= layers:
         raise ValueError(f"ktx.format.layers names layer {named}, and the model has layers 0 to {layers - 1}")
     chosen = choose_format(vllm_config, config, page_size)
+    chosen.sparse_settings(chosen.kv_format(cache_dtype), page_size)
     if chosen is not config:
         extra = vllm_config.additional_config or {}
         vllm_config.additional_config = {**extra, "ktx": {**extra.get("ktx", {}), "format": chosen.format}}

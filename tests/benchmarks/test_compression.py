@@ -11,7 +11,7 @@ from benchmarks.needles import Answers, Haystack
 from benchmarks.sparsity import Work
 from vllm_ktx.config import KtxConfig
 
-WORK = Work([[0] * 101], [None], [Haystack(64, [0] * 64, list((0.0, 0.25, 0.5, 0.75, 1.0)), [(1, 2)] * 5)])
+WORK = Work([[0] * 101], [None], [Haystack(64, [0] * 64, [0.0, 0.25, 0.5, 0.75, 1.0], [(1, 2)] * 5)])
 
 
 def measured(shift=0.0, device=9570.0, right=5):

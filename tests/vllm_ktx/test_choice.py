@@ -106,6 +106,11 @@ def test_a_damaged_file_is_said_and_not_used(model, said):
     assert choose(model) == "k8v4"
 
 
+def test_damaged_weights_are_left_to_the_loader(model, said):
+    (model / "model.safetensors").write_bytes((20).to_bytes(8, "little") + b"{not json, not at all}")
+    assert choose(model) == "k8v4" and "the model's files can't be read" in said()
+
+
 def test_the_hash_knows_a_copy_and_a_fine_tune(model, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(model, copy)

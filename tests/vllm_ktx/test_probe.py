@@ -1,6 +1,5 @@
 """The probe's arithmetic on made-up readings, its texts, its command; and one small run through vLLM."""
 
-import json
 import math
 
 import numpy as np
@@ -119,4 +118,8 @@ def test_a_small_probe_through_vllm_decides_and_auto_finds_it(retrieval_small, t
     assert any(line.startswith("k8v8: ") for line in said)
     store.save(found)
     assert store.find(str(retrieval_small))[0] == found
-    json.loads((tmp_path / f"{found.hash}.json").read_text())
+    from tests.e2e.support import engine
+
+    with engine(retrieval_small, {}) as llm:
+        assert llm.llm_engine.vllm_config.additional_config == {"ktx": {"format": "k8v8"}}
+        llm.generate({"prompt_token_ids": [1, 2, 3]}, use_tqdm=False)

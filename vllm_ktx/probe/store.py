@@ -84,7 +84,10 @@ def load(digest: str) -> Decision | None:
 def find(model: str, revision: str | None = None, cache_dir: str | None = None) -> tuple[Decision | None, str]:
     """The decision stored for a model directory, file or hub name; or None and why there is none, in words."""
     folder = local_path(model, revision, cache_dir)
-    digest = model_hash(folder) if folder else None
+    try:
+        digest = model_hash(folder) if folder else None
+    except (OSError, ValueError) as error:  # loading the model will say more
+        return None, f"the model's files can't be read ({error})"
     if digest is None:
         return None, "the model's weights are not on this disk yet"
     found = load(digest)
