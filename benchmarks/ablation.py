@@ -1,7 +1,7 @@
 """What each part of a page format is worth: scale method x rotation x residual pages x page size, one row a change.
 
     python -m benchmarks.ablation --model smollm2 --save
-    python -m benchmarks.ablation --model smollm2-s32 --rows methods --save
+    python -m benchmarks.ablation --model smollm2-s32 --rows keys --save
 
 Every row is `k4v4` (INT4 keys per channel, INT4 values per token + Hadamard, one residual page, pages of 64 tokens)
 with one thing changed, served by real vLLM in float32 on the same text, in chunks of 64 tokens; the divergence is that
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,15 +38,15 @@ class Row:
 
 def _keys(method: str, rotate: bool = False) -> Row:
     more = {"rotate_keys": True} if rotate else {}
-    return Row("methods", f"keys {method}{' + Hadamard' if rotate else ''}", {"key_scale": method, **more})
+    return Row("keys", f"keys {method}{' + Hadamard' if rotate else ''}", {"key_scale": method, **more})
 
 
 def _values(method: str, rotate: bool = True) -> Row:
     change = {"value_scale": method, "rotate_values": rotate}
-    return Row("methods", f"values {method}{' + Hadamard' if rotate else ''}", change)
+    return Row("values", f"values {method}{' + Hadamard' if rotate else ''}", change)
 
 
-DEFAULT = Row("methods", "k4v4: keys per_channel, values per_token + Hadamard")
+DEFAULT = Row("keys", "k4v4: keys per_channel, values per_token + Hadamard")
 ROWS = (
     DEFAULT,
     _keys("per_channel", rotate=True),
@@ -57,13 +58,14 @@ ROWS = (
     _values("per_token_32"),
     _values("per_channel", rotate=False),
     _values("per_head"),
-    Row("methods", "8-bit scales and minima", {"scale_bits": 8}),
-    Row("methods", "keys INT8 (k8v4)", {"format": "k8v4"}),
+    Row("keys", "8-bit scales and minima", {"scale_bits": 8}),
+    Row("keys", "keys INT8 (k8v4)", {"format": "k8v4"}),
     Row("residual", "no residual page", {"residual_pages": 0}),
     Row("residual", "2 residual pages", {"residual_pages": 2}),
     Row("pages", "pages of 32, 2 residual", {"residual_pages": 2}, 32),
     Row("pages", "pages of 32", {}, 32),
     Row("pages", "pages of 128", {}, 128),
+    Row("layers", "first two layers k8v4", {"format": {"default": "k4v4", "layers": {"0-1": "k8v4"}}}),
 )
 GROUPS = tuple(dict.fromkeys(row.group for row in ROWS))
 
@@ -80,9 +82,12 @@ def bytes_per_token(row: Row, folder: Any) -> float:
     config = json.loads((folder / "config.json").read_text())
     heads = config["num_attention_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // heads
-    fmt = KtxConfig.parse(settings(row)).kv_format()
-    kv_heads = config.get("num_key_value_heads", heads)
-    return PageLayout(fmt, row.page_size, kv_heads, dim).bytes_per_token * config["num_hidden_layers"]
+    formats, kv_heads = KtxConfig.parse(settings(row)), config.get("num_key_value_heads", heads)
+    layouts = (
+        PageLayout(formats.kv_format(layer=layer), row.page_size, kv_heads, dim)
+        for layer in range(config["num_hidden_layers"])
+    )
+    return sum(layout.bytes_per_token for layout in layouts)
 
 
 def conclusion(row: dict[str, Any], base: dict[str, Any]) -> str:
@@ -98,7 +103,8 @@ def conclusion(row: dict[str, Any], base: dict[str, Any]) -> str:
     return f"{kl:.2f} times the divergence, {cost}"
 
 
-def run(name: str, groups: list[str], context: int) -> list[dict[str, Any]]:
+def run(name: str, groups: list[str], context: int) -> Iterator[list[dict[str, Any]]]:
+    """All rows so far, after each row."""
     from transformers import AutoTokenizer
 
     folder = folder_of(name)
@@ -128,9 +134,8 @@ def run(name: str, groups: list[str], context: int) -> list[dict[str, Any]]:
                 "perplexity": sparsity.change([s.nll for s in ran.value], [s.nll for s in stock]),
             }
         )
-    for row in found:
-        row["conclusion"] = conclusion(row, found[0])
-    return found
+        found[-1]["conclusion"] = conclusion(found[-1], found[0])
+        yield found
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -156,13 +161,13 @@ def main(argv: list[str] | None = None) -> None:
     groups = args.rows.split(",")
     if unknown := sorted(set(groups) - set(GROUPS)):
         options.error(f"--rows {unknown[0]!r} is unknown: use some of {', '.join(GROUPS)}")
-    rows = run(args.model, groups, args.context)
+    harness.RESULTS.mkdir(exist_ok=True)
+    for rows in run(args.model, groups, args.context):
+        if args.save:
+            document = {"model": args.model, "context": args.context, "dtype": "float32", "chunk": CHUNK}
+            document |= {**harness.environment(), "rows": rows}
+            (harness.RESULTS / f"ablation-{args.model}.json").write_text(json.dumps(document, indent=1) + "\n")
     print(markdown(rows))
-    if args.save:
-        document = {"model": args.model, "context": args.context, "dtype": "float32", "chunk": CHUNK}
-        document |= {**harness.environment(), "rows": rows}
-        harness.RESULTS.mkdir(exist_ok=True)
-        (harness.RESULTS / f"ablation-{args.model}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -85,5 +85,5 @@ def test_table_settings(capsys):
     args = quality.parse(["--table"])
     assert (args.context, args.needles) == (4096, 1)
     with pytest.raises(SystemExit):
-        ablation.main(["--rows", "methods,sizes"])
-    assert "'sizes' is unknown: use some of methods, residual, pages" in capsys.readouterr().err
+        ablation.main(["--rows", "keys,sizes"])
+    assert "'sizes' is unknown: use some of keys, values, residual, pages, layers" in capsys.readouterr().err
