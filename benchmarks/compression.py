@@ -34,7 +34,7 @@ from vllm_ktx.probe.store import DEFAULT_BOUND
 
 DECODED = 32
 SPARSE = {"window": 1024}
-OVERCOMMIT = 8
+PAGED = {"overcommit": 8, "host_gib": 1.0}  # one page in eight has a slot on the device
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ ROWS = (
     _int4("per_token"),
     _int4("per_head"),
     Row("INT4 + sparse", {"format": "k4v4", **SPARSE}, 0.021),
-    Row("INT8 + paging with hot pool", {"format": "k8v8", "attention": "dense", "overcommit": OVERCOMMIT}, 0.001),
-    Row("INT4 + paging + sparse", {"format": "k4v4", **SPARSE, "overcommit": OVERCOMMIT}, 0.021, 16),
+    Row("INT8 + paging with hot pool", {"format": "k8v8", "attention": "dense", **PAGED}, 0.001),
+    Row("INT4 + paging + sparse", {"format": "k4v4", **SPARSE, **PAGED}, 0.021, 16),
 )
 
 
