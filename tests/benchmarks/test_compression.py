@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import ablation, compression, quality, seal_cost
+from benchmarks import ablation, compression, harness, quality, seal_cost
 from benchmarks.engine import Ran, Scores
 from benchmarks.needles import Answers, Haystack
 from benchmarks.sparsity import Work
@@ -87,3 +87,15 @@ def test_table_settings(capsys):
     with pytest.raises(SystemExit):
         ablation.main(["--rows", "keys,sizes"])
     assert "'sizes' is unknown: use some of keys, values, residual, pages, layers" in capsys.readouterr().err
+
+
+def test_the_documents_tables_are_the_results():
+    text = (harness.RESULTS.parents[1] / "docs" / "quantization.md").read_text()
+
+    def load(name):
+        return json.loads((harness.RESULTS / f"{name}.json").read_text())
+
+    assert compression.markdown(load("quality-table-smollm2")) in text
+    assert seal_cost.markdown(load("seal-cost-smollm2")["rows"]) in text
+    for model in ("smollm2", "smollm2-s32"):
+        assert ablation.markdown(load(f"ablation-{model}")["rows"]) in text, model
