@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks import engine, harness, needles, sparsity
 from benchmarks.sparsity import Work
 from vllm_ktx.config import KtxConfig
-from vllm_ktx.kv_quant import PRESETS
+from vllm_ktx.kv_quant import PRESETS, PageLayout
 from vllm_ktx.probe.divergence import kl_lower_bound
 from vllm_ktx.probe.store import DEFAULT_BOUND
 
@@ -108,7 +108,8 @@ def run(folder: Path, work: Work, max_model_len: int, say: Callable[[str, Callab
     rows = []
     for row in served():
         options = {"enable_prefix_caching": True}
-        setup = engine.Engine(str(folder), max_model_len, row.ktx, options=options)
+        cache = _cache_bytes(row, folder, max_model_len)
+        setup = engine.Engine(str(folder), max_model_len, row.ktx, cache_bytes=cache, options=options)
         ran = say(row.label, lambda setup=setup: engine.run(setup, measure, work))
         stock = stock or ran.value
         rows.append(figures(row, ran, stock, work))
@@ -116,6 +117,18 @@ def run(folder: Path, work: Work, max_model_len: int, say: Callable[[str, Callab
     for r in rows:
         r["auto"] = bool(within) and r is min(within, key=lambda r: r["device_bytes"])
     return rows
+
+
+def _cache_bytes(row: Row, folder: Path, max_model_len: int) -> int:
+    """The device's memory: plenty, or, with paging, blocks for four contexts, and so a pool of half a context."""
+    if not row.ktx or "overcommit" not in row.ktx:
+        return 1 << 30
+    config = json.loads((folder / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    layout = PageLayout(KtxConfig.parse(row.ktx).kv_format(), 64, config.get("num_key_value_heads", heads), dim)
+    pages = 4 * -(-max_model_len // layout.page_size)
+    return int(pages * config["num_hidden_layers"] * (layout.header_bytes + layout.payload_bytes / PAGED["overcommit"]))
 
 
 def figures(row: Row, ran: engine.Ran, stock: Measured, work: Work) -> dict[str, Any]:
@@ -150,8 +163,6 @@ def figures(row: Row, ran: engine.Ran, stock: Measured, work: Work) -> dict[str,
 
 def _stored_bytes(ktx: dict[str, Any], found: Measured) -> float:
     """Bytes a token of whole pages, whatever tier they lie in."""
-    from vllm_ktx.kv_quant import PageLayout
-
     fmt = KtxConfig.parse(ktx).kv_format()
     assert fmt.name in PRESETS
     return sum(PageLayout(fmt, size, heads, dim).bytes_per_token for heads, dim, size in found.layers)

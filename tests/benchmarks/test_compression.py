@@ -49,6 +49,8 @@ def test_a_row_knows_its_bytes_and_what_it_misses():
 def test_the_table_marks_the_choice_of_auto_and_misses(monkeypatch, tmp_path):
     runs = iter([measured(device=46080), *(measured(0.002 * i, 12000 - 1000 * i) for i in range(9))])
     monkeypatch.setattr(compression.engine, "run", lambda *a: next(runs))
+    shape = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "num_hidden_layers": 30}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
     rows = compression.run(tmp_path, WORK, 102, lambda label, call: call())
     (chosen,) = [row for row in rows if row["auto"]]
     assert chosen["ktx"].keys() == {"format", "attention"}
