@@ -59,6 +59,7 @@ def test_formats_bear_position_free_offsets(fmt):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["smollm2", "smollm2-s8", "smollm2-s32", "smollm2-s128", "retrieval-offset"])
 def test_auto_stays_within_its_bound_and_sees_the_outliers(name, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_KTX_PROBES", str(tmp_path))
