@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..kv_quant import PageLayout
+from ..kv_quant import KVFormat, PageLayout
 from .selection import SparseSettings
 
 logger = logging.getLogger("vllm.ktx")
@@ -114,3 +114,31 @@ def select_kernels(choice: str) -> Kernels:
     from .torch_kernels import TorchKernels
 
     return TorchKernels()
+
+
+@functools.cache
+def kernels_for(choice: str, fmt: KVFormat) -> Kernels:
+    """The kernels that serve `fmt`: `select_kernels(choice)`, or torch's, after one warning, where the native ones
+    don't know a part of it. Raises RuntimeError if `native` was asked for and can't serve it.
+    """
+    chosen = select_kernels(choice)
+    if chosen.name == "torch":
+        return chosen
+    from .cpu.native import unserved
+
+    missing = unserved(fmt)
+    if missing is None:
+        return chosen
+    if choice == "native":
+        raise RuntimeError(
+            f"ktx.kernels='native': the native kernels don't have {missing} (format {fmt.name}: {fmt.scales}). Use the "
+            "format's own scales, or set ktx.kernels to 'auto' (torch, many times slower)."
+        )
+    logger.warning(
+        "KTX: no native kernels for %s (format %s: %s): plain torch serves this model's attention, many times slower. "
+        "It is meant for comparisons; leave ktx.key_scale, ktx.value_scale and ktx.scale_bits out for speed.",
+        missing,
+        fmt.name,
+        fmt.scales,
+    )
+    return select_kernels("torch")

@@ -34,15 +34,15 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from .. import _compat
-from ..config import FORMAT_OF_CACHE_DTYPE
-from ..kv_quant import KVCacheQuantizer, KVFormat, PageLayout
+from ..config import FORMAT_OF_CACHE_DTYPE, KtxConfig
+from ..kv_quant import KVCacheQuantizer, KVFormat, PageLayout, hadamard
 from ..metrics import STATS, TRACES
 from ..offload import OpenPages, StepPlan, TierFault, Trace
 from ..plan import log_memory_plan
 from ..plugin import ktx_config
 from ..tiering import engine_plan
 from .audit import Audit
-from .kernels import Kernels, select_kernels
+from .kernels import Kernels, kernels_for
 from .selection import SparseSettings
 from .tiered import LayerPages, Tiers
 
@@ -53,9 +53,15 @@ logger = logging.getLogger("vllm.ktx")
 class _Seen:
     """What the newest engine's layers were built with: `customize_spec` is called without any configuration."""
 
-    fmt: KVFormat
+    config: KtxConfig
+    cache_dtype: str
     model_dtype: torch.dtype
     overcommit: float
+
+    def layout(self, spec: AttentionSpec, layer_name: str | None) -> PageLayout:
+        """The layout of `spec`'s pages in the named layer (None: the default format's)."""
+        fmt = self.config.kv_format(self.cache_dtype, None if layer_name is None else layer_index(layer_name))
+        return page_layout(spec, fmt, self.model_dtype)
 
 
 _seen: _Seen | None = None
@@ -105,7 +111,15 @@ class KTXBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """One opaque run of `page_bytes` a block, so that vLLM's profiling, admission and logs count real bytes."""
+        return cls.customize_layer_spec(spec, None)
+
+    @classmethod
+    def customize_layer_spec(cls, spec: AttentionSpec, layer_name: str | None) -> AttentionSpec:
+        """One opaque run of `page_bytes` a block, so that vLLM's profiling, admission and logs count real bytes.
+
+        Layers of other formats have other page sizes: vLLM keeps them in one KV cache group, with a region and a
+        metadata builder for each size.
+        """
         if spec.state_content_bytes is not None:
             return spec
         assert _seen is not None, "vLLM asked for KTX's page size before it built a KTX layer"
@@ -114,7 +128,7 @@ class KTXBackend(AttentionBackend):
                 f"Attention backend KTX can't serve this model: its values have head size {spec.head_size_v}, its keys "
                 f"{spec.head_size}."
             )
-        layout = page_layout(spec, _seen.fmt, _seen.model_dtype)
+        layout = _seen.layout(spec, layer_name)
         page_bytes = layout.page_bytes if _seen.overcommit == 1 else layout.tiered_page_bytes(_seen.overcommit)
         return dataclasses.replace(
             spec,
@@ -183,9 +197,13 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         config = ktx_config(vllm_config)
-        fmt = config.kv_format(vllm_config.cache_config.cache_dtype)
-        self.layout = page_layout(kv_cache_spec, fmt, vllm_config.model_config.dtype)
-        self.sparse = config.sparse_settings(fmt, self.layout.page_size)
+        # vLLM makes a builder for each page size, so all its layers have one format.
+        seen = _Seen(config, vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype, 1.0)
+        (self.layout,) = {seen.layout(kv_cache_spec, name) for name in layer_names}
+        self.sparse = config.sparse_settings(self.layout.fmt, self.layout.page_size, layer_index(layer_names[0]))
+        layers = vllm_config.compilation_config.static_forward_context
+        first = next((name for name, layer in layers.items() if isinstance(getattr(layer, "impl", None), KTXImpl)), "")
+        self.counts_steps = first in layer_names  # one builder of the engine's does
         self.audit = Audit(config.audit_rate)
         self.tier_plan = engine_plan(vllm_config, config, self.layout)
         self.trace = Trace() if config.trace else None
@@ -248,11 +266,10 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         prefilling = None if common.is_prefilling is None else common.is_prefilling.numpy()
         plan = pages.plan(cu_q.numpy(), context.numpy(), table.numpy(), prefilling)
         if self.tiers is not None:
-            begun = plan.append[
-                plan.append[:, 2] == 0, 1
-            ]  # open slots of pages whose blocks held something else before
+            begun = plan.append[plan.append[:, 2] == 0, 1]  # open slots whose blocks held something else before
             STATS.record_tiers(self.tiers.begin_step(table[:, 0].numpy().tobytes(), pages.block_of[begun]))
-        STATS.record_step(cu_q.numpy(), context.numpy(), pages.take_stats())
+        if self.counts_steps:
+            STATS.record_step(cu_q.numpy(), context.numpy(), pages.take_stats())
         return KTXMetadata(
             num_tokens=common.num_actual_tokens,
             cu_q=cu_q,
@@ -324,14 +341,15 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         self.model_dtype = vllm_config.model_config.dtype
         fmt, page_size = config.kv_format(vllm_config.cache_config.cache_dtype), vllm_config.cache_config.block_size
         self.layout = layout = PageLayout(fmt, page_size, self.num_kv_heads, head_size, self.model_dtype.itemsize)
-        _seen = _Seen(fmt, self.model_dtype, engine_plan(vllm_config, config, layout).overcommit)
-        self.kernels: Kernels = select_kernels(config.kernels)
-        if _seen.overcommit > 1 and not self.kernels.pages:
+        overcommit = engine_plan(vllm_config, config, layout).overcommit
+        _seen = _Seen(config, vllm_config.cache_config.cache_dtype, self.model_dtype, overcommit)
+        self.kernels: Kernels = kernels_for(config.kernels, fmt)
+        if overcommit > 1 and not self.kernels.pages:
             raise ValueError(
                 f"ktx.overcommit needs the native kernels, and these are {self.kernels.name}: set ktx.overcommit to 1, "
                 "or install a C++ compiler and reinstall vllm-ktx"
             )
-        if _seen.overcommit > 1:
+        if overcommit > 1:
             _compat.wrap_model_runner()  # before it makes the cache
         self.pages: LayerPages | None = None
         self._memory: _LayerMemory | None = None
@@ -354,6 +372,8 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         meta, tokens = attn_metadata, attn_metadata.num_tokens
         memory = self._bind(kv_cache, meta)
         query, key, value = query[:tokens], key[:tokens], value[:tokens]
+        if meta.layout.fmt.k_rotate:  # scores are the same; pages, headers and scorers see rotated keys only
+            query, key = (hadamard.rotate(x.float()).to(x.dtype) for x in (query, key))
         if key.stride() != value.stride():  # the kernels take one set of strides for both
             key, value = key.contiguous(), value.contiguous()
         start = time.perf_counter()

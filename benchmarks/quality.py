@@ -18,11 +18,16 @@ adds vLLM's own `int4_per_token_head`, simulated (see `stock_rules`).
 `--mode sparse` measures what sparse attention adds to a format's error: perplexity, needles, pages read (`sparsity`):
 
     python -m benchmarks.quality --model smollm2 --mode sparse --format k4v4 --tokens 24576 --text topics,emma --save
+
+`--table` measures every way of keeping the cache, in bytes and in quality, as one table (`compression`):
+
+    python -m benchmarks.quality --model smollm2 --table --save
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -34,10 +39,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import corpus, engine, harness, models, sparsity
+from benchmarks import compression, corpus, engine, harness, models, sparsity
 from benchmarks.engine import Engine, Scores
 from benchmarks.stock_rules import RULES, simulate
 from benchmarks.workloads import Workload, folder_of, sparse_work, workload
+from vllm_ktx.probe.divergence import kl_lower_bound
 
 CHUNK = 64  # one page: see above
 FORMATS = ("none", "k8v8", "k8v4", "k4v4")
@@ -109,17 +115,6 @@ def perplexity(work: Workload, stock: Sequence[Scores], other: Sequence[Scores])
 def scored_kl(work: Workload, stock: Sequence[Scores], other: Sequence[Scores]) -> np.ndarray:
     pairs = zip(stock, other, work.scored, strict=True)
     return np.concatenate([kl_lower_bound(a, b)[slice(None) if rows is None else rows] for a, b, rows in pairs])
-
-
-def kl_lower_bound(p: Scores, q: Scores) -> np.ndarray:
-    """KL(p || q) `[n-1]` of the distributions coarsened to the tokens in both lists, and one class for the rest."""
-    match = p.top_ids[:, :, None] == q.top_ids[:, None, :]
-    shared = match.any(2)
-    log_p = np.where(shared, p.top_logprobs, 0.0)
-    log_q = np.where(shared, np.take_along_axis(q.top_logprobs, match.argmax(2), 1), 0.0)
-    mass_p, mass_q = np.where(shared, np.exp(log_p), 0.0), np.where(shared, np.exp(log_q), 0.0)
-    rest_p, rest_q = (np.maximum(1 - mass.sum(1), 1e-9) for mass in (mass_p, mass_q))
-    return (mass_p * (log_p - log_q)).sum(1) + rest_p * np.log(rest_p / rest_q)
 
 
 def decode_agreement(stock: list[list[int]], other: list[list[int]]) -> dict[str, Any]:
@@ -201,16 +196,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument(
         "--ktx", type=json.loads, default={}, help='further settings of KTX, e.g. {"kernels": "torch"}'
     )
-    options.add_argument("--needles", type=int, default=4, help="sparse: haystacks a length, with five needles each")
+    options.add_argument("--needles", type=int, help="haystacks a length, five needles each; None: 4, --table 1")
     options.add_argument(
         "--variant", type=json.loads, action="append", default=[], help="sparse: also with these settings (repeatable)"
     )
+    options.add_argument("--table", action="store_true", help="the compression table: all formats, one document a row")
     options.add_argument("--stock-rules", action="store_true", help=f"also simulate {', '.join(RULES)}")
     options.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object")
     options.add_argument("--save", action="store_true", help=f"also write {harness.RESULTS.name}/quality-MODEL.json")
     args = options.parse_args(argv)
     args.formats = args.format.split(",")
-    args.context = args.context or CONTEXT[args.mode]
+    args.context = args.context or CONTEXT["dense" if args.table else args.mode]
+    args.needles = args.needles or (1 if args.table else 4)
     if args.mode == "sparse" and len(args.formats) > 1:
         options.error(f"--format {args.format}: --mode sparse takes one format")
     for fmt in args.formats:
@@ -237,7 +234,7 @@ def report(name: str, rows: list[dict[str, Any]], reference: dict[str, Any]) -> 
         )
 
 
-def timed(what: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def timed(what: str, call: Callable[[], Any]) -> Any:
     """Visible progress on stderr around `call`."""
     print(f"[quality] {what} ...", file=sys.stderr, flush=True)
     started = time.perf_counter()
@@ -259,12 +256,26 @@ def sparse(name: str, folder: Path, args: argparse.Namespace) -> None:
         print(json.dumps(document))
 
 
+def table(name: str, folder: Path, args: argparse.Namespace) -> None:
+    """The compression table; one document and the longer haystacks, so that all rows take minutes."""
+    work = sparse_work(folder, args)
+    work = dataclasses.replace(work, haystacks=[hay for hay in work.haystacks if hay.length > args.context // 3])
+    rows = compression.run(folder, work, args.context, lambda label, call: timed(f"{name}: {label}", call))
+    common = {"model": name, "text": args.text, "context": args.context, "dtype": "float32", "chunk": CHUNK}
+    document = {**common, **harness.environment(), "rows": rows}
+    print(compression.markdown(document))
+    if args.save:
+        compression.save(document)
+    if args.json:
+        print(json.dumps(document))
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     folder = folder_of(args.model)
     name = args.model if "/" not in args.model else folder.name
-    if args.mode == "sparse":
-        return sparse(name, folder, args)
+    if args.table or args.mode == "sparse":
+        return (table if args.table else sparse)(name, folder, args)
     settings = {"text": args.text, "context": args.context, "chunk": CHUNK, "dtype": "float32", "ktx": args.ktx}
     common = {"model": name, "mode": args.mode, **settings, **harness.environment()}
     session = Session(folder, workload(folder, args), common)

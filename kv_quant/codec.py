@@ -1,9 +1,8 @@
 """Quantizes whole pages and reads them back, in plain torch: the oracle for every kernel, and the fallback without one.
 
-Asymmetric uniform quantization: `x ~ minimum + scale * code`, codes 0 .. 2^bits - 1, scale and minimum in fp16. The
-minimum is rounded down and the scale up in fp16, so that the stored range always covers the data and the error of a
-finite input is at most half a stored scale, also for channels with a large offset (a Qwen key bias of 300 has an fp16
-spacing of 0.25: a minimum rounded to nearest would clip).
+Asymmetric uniform quantization: `x ~ minimum + scale * code`, codes 0 .. 2^bits - 1, with scale and minimum as
+`scale_methods.py` stores them: the stored range always covers the data, and the error of a finite input is at most half
+a stored scale.
 
 Defined for every input: NaN counts as 0, values are clamped to +-65504 (the fp16 range); a constant channel has scale 0
 or one tiny step and reads back its minimum.
@@ -11,18 +10,15 @@ or one tiny step and reads back its minimum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from . import hadamard, packing
 from .layout import PageLayout
+from .scale_methods import SCALE_METHODS, Params, half_toward, inverse_or_zero, make_params, read_params
 
 FP16_MAX = 65504.0
-
-# Which dimension of [..., tokens, channels] one scale is shared over.
-_REDUCE: dict[str, tuple[int, ...]] = {"per_channel": (-2,), "per_token": (-1,), "per_head": (-2, -1)}
 
 
 def sanitize(x: torch.Tensor) -> torch.Tensor:
@@ -30,41 +26,19 @@ def sanitize(x: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(x.float(), nan=0.0).clamp(-FP16_MAX, FP16_MAX)
 
 
-def half_toward(x: torch.Tensor, up: bool) -> torch.Tensor:
-    """float32 `x` (finite, within the fp16 range) rounded to fp16 toward +inf (`up`) or -inf."""
-    nearest = x.half()
-    wrong = nearest.float() < x if up else nearest.float() > x
-    return torch.where(wrong, _next_half(nearest, up), nearest)
+def quantize(x: torch.Tensor, bits: int, method: str, scale_bits: int = 16) -> tuple[torch.Tensor, Params]:
+    """Quantizes `x` `[..., P, D]` float32 (finite): codes uint8 `[..., P, D]`, and the groups' parameters."""
+    levels, groups = (1 << bits) - 1, SCALE_METHODS[method]
+    params = make_params(*groups.ranges(x), levels, scale_bits)
+    scale, minimum = (groups.spread(p, *x.shape[-2:]) for p in (params.scale, params.minimum))
+    codes = ((x - minimum) * inverse_or_zero(scale)).round().clamp(0, levels)
+    return codes.to(torch.uint8), params
 
 
-def _next_half(x: torch.Tensor, up: bool) -> torch.Tensor:
-    """The fp16 number next to `x` in the given direction, by its bit pattern."""
-    bits = x.view(torch.int16).int()
-    away_from_zero = (bits >= 0) == up
-    moved = bits + torch.where(away_from_zero, 1, -1)
-    smallest = 1 if up else -0x7FFF  # +-2^-24, as int16 bit patterns
-    moved = torch.where((bits & 0x7FFF) == 0, smallest, moved)
-    return moved.to(torch.int16).view(torch.float16)
-
-
-def quantize(x: torch.Tensor, bits: int, method: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantizes `x` `[..., P, D]` float32 (finite).
-
-    Returns codes uint8 `[..., P, D]`, scale fp16 and minimum fp16 with the reduced dimensions kept as 1.
-    """
-    dims, levels = _REDUCE[method], (1 << bits) - 1
-    low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
-    minimum = half_toward(low, up=False)
-    scale = half_toward((high - minimum.float()) / levels, up=True)
-    step = scale.float()
-    inverse = torch.where(step > 0, 1.0 / step, torch.zeros_like(step))
-    codes = ((x - minimum.float()) * inverse).round().clamp(0, levels)
-    return codes.to(torch.uint8), scale, minimum
-
-
-def dequantize(codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -> torch.Tensor:
-    """float32 `minimum + scale * codes`, broadcasting."""
-    return minimum.float() + scale.float() * codes.float()
+def dequantize(codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, method: str) -> torch.Tensor:
+    """float32 `minimum + scale * codes`, of codes `[..., P, D]` and float32 parameters `[..., entries]`."""
+    scale, minimum = (SCALE_METHODS[method].spread(p, *codes.shape[-2:]) for p in (scale, minimum))
+    return minimum + scale * codes.float()
 
 
 @dataclass(frozen=True)
@@ -94,15 +68,11 @@ class KVCacheQuantizer:
         fmt = self.layout.fmt
         keys, values = sanitize(k), sanitize(v)
         header = self.make_header(keys)
-        codes, scale, minimum = quantize(keys, fmt.k_bits, fmt.k_method)
-        self._put(payload, "k_scale", scale)
-        self._put(payload, "k_min", minimum)
+        codes = self._quantize_into(payload, "k", keys)
         for name, plane in packing.pack_keys(codes, fmt.k_bits).items():
             self._put(payload, name, plane)
         values = hadamard.rotate(values).clamp(-FP16_MAX, FP16_MAX) if fmt.v_rotate else values
-        codes, scale, minimum = quantize(values, fmt.v_bits, fmt.v_method)
-        self._put(payload, "v_scale", scale)
-        self._put(payload, "v_min", minimum)
+        codes = self._quantize_into(payload, "v", values)
         self._put(payload, "v_codes", packing.pack_values(codes, fmt.v_bits))
         return header, payload
 
@@ -116,9 +86,9 @@ class KVCacheQuantizer:
             return raw[:, :half].reshape(shape), raw[:, half:].reshape(shape)
         planes = {name: self._get(payload, name) for name in lay.sections if name.startswith(("k_plane", "k_low"))}
         codes = packing.unpack_keys(planes, fmt.k_bits, lay.page_size, lay.head_dim)
-        keys = dequantize(codes, *self._params(payload, "k", fmt.k_method))
+        keys = dequantize(codes, *self.params(payload, "k"), fmt.k_method)
         codes = packing.unpack_values(self._get(payload, "v_codes"), fmt.v_bits, lay.page_size, lay.head_dim)
-        values = dequantize(codes, *self._params(payload, "v", fmt.v_method))
+        values = dequantize(codes, *self.params(payload, "v"), fmt.v_method)
         return keys, hadamard.rotate(values) if fmt.v_rotate else values
 
     def make_header(self, keys: torch.Tensor) -> torch.Tensor:
@@ -131,9 +101,7 @@ class KVCacheQuantizer:
         parts = []
         for stat in (mean, deviation):
             scale = half_toward(stat.abs().amax(-1, keepdim=True) / 127, up=True)
-            step = scale.float()
-            inverse = torch.where(step > 0, 1.0 / step, torch.zeros_like(step))
-            parts.append(((stat * inverse).round().clamp(-127, 127).to(torch.int8), scale))
+            parts.append(((stat * inverse_or_zero(scale.float())).round().clamp(-127, 127).to(torch.int8), scale))
         pieces = [parts[0][0], parts[1][0], parts[0][1].view(torch.int8), parts[1][1].view(torch.int8)]
         return torch.cat(pieces, dim=-1).reshape(keys.shape[0], -1).view(torch.uint8)
 
@@ -162,11 +130,18 @@ class KVCacheQuantizer:
         run = payload[:, section.offset : section.offset + size]
         return run.reshape(len(payload), self.layout.num_kv_heads, section.head_bytes).contiguous()
 
-    def _params(self, payload: torch.Tensor, side: str, method: str) -> tuple[torch.Tensor, torch.Tensor]:
-        shape: Callable[[torch.Tensor], torch.Tensor] = {
-            "per_channel": lambda x: x.unsqueeze(-2),
-            "per_token": lambda x: x.unsqueeze(-1),
-            "per_head": lambda x: x.unsqueeze(-1),
-        }[method]
-        scale, minimum = (self._get(payload, f"{side}_{what}").view(torch.float16) for what in ("scale", "min"))
-        return shape(scale), shape(minimum)
+    def params(self, payload: torch.Tensor, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 scale and minimum `[num_pages, num_kv_heads, entries]` of `side` (`k` or `v`) of payloads."""
+        types = {"scale": torch.float16, "min": torch.float16}
+        if self.layout.fmt.scale_bits == 8:
+            types = {"base": torch.float16, "scale": torch.uint8, "min": torch.uint8}
+        return read_params({name: self._get(payload, f"{side}_{name}").view(dtype) for name, dtype in types.items()})
+
+    def _quantize_into(self, payload: torch.Tensor, side: str, x: torch.Tensor) -> torch.Tensor:
+        """Codes of `x`; its parameters go into `payload`."""
+        fmt = self.layout.fmt
+        bits, method = (fmt.k_bits, fmt.k_method) if side == "k" else (fmt.v_bits, fmt.v_method)
+        codes, params = quantize(x, bits, method, fmt.scale_bits)
+        for name, stored in params.stored.items():
+            self._put(payload, f"{side}_{name}", stored)
+        return codes

@@ -6,14 +6,15 @@ header   `[num_kv_heads][mean int8[D] | deviation int8[D] | mean scale fp16 | de
          device, enough for the first step of page scoring.
 payload  sections one after the other, each `[num_kv_heads][...]`, in the order in which a scoring cascade wants them:
 
-    k_scale, k_min   fp16, n entries (per_channel: D, per_token: page_size, per_head: 1)
+    k_base           8-bit scales only: three fp16 numbers (see scale_methods.py)
+    k_scale, k_min   fp16 or uint8, n entries (per_channel: D, per_token: page_size, per_head: 1, ...)
     k_plane0         top two bits of each key code
     k_plane1         next two bits
     k_low            INT8 only: the low nibble
-    v_scale, v_min   fp16, n entries
+    v_base, v_scale, v_min   alike
     v_codes          INT4 or INT8
 
-so that `[k_scale .. k_plane0]` is one run: enough to rank a page at 2 bits without its other bytes.
+so that `[k_base .. k_plane0]` is one run: enough to rank a page at 2 bits without its other bytes.
 
 Order inside the key planes (token-minor words, so that SIMD lanes are tokens, and one shift and mask yields four
 consecutive channels of a token as bytes, the operand shape of u8 x s8 dot products):
@@ -32,6 +33,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .formats import KVFormat
+from .scale_methods import SCALE_METHODS
 
 ALIGN = 64  # sections start at cache lines; wide loads of a head's run never straddle more than they must
 
@@ -65,10 +67,15 @@ class PageLayout:
             raise ValueError(f"head_dim {self.head_dim}: must be a multiple of 16 between 16 and 512")
         if self.num_kv_heads < 1:
             raise ValueError(f"num_kv_heads {self.num_kv_heads}: must be at least 1")
+        for side, method in (("key", self.fmt.k_method), ("value", self.fmt.v_method)):
+            if problem := SCALE_METHODS[method].problem(self.page_size, self.head_dim):
+                raise ValueError(f"{side}_scale={method!r}: {problem}; use {method.removesuffix('_32')!r}")
 
-    def params(self, method: str) -> int:
-        """Entries of a scale or minimum array of `method`, per kv head."""
-        return {"per_channel": self.head_dim, "per_token": self.page_size, "per_head": 1}[method]
+    def _param_sections(self, side: str, method: str) -> dict[str, int]:
+        """Bytes of a side's parameters, per kv head."""
+        entries, unit = SCALE_METHODS[method].entries(self.page_size, self.head_dim), self.fmt.scale_bits // 8
+        base = {f"{side}_base": 6} if unit == 1 else {}
+        return {**base, f"{side}_scale": unit * entries, f"{side}_min": unit * entries}
 
     @cached_property
     def sections(self) -> dict[str, Section]:
@@ -76,11 +83,12 @@ class PageLayout:
         if not self.fmt.quantized:
             return {}
         values = self.page_size * self.head_dim
-        n_k, n_v = self.params(self.fmt.k_method), self.params(self.fmt.v_method)
-        sizes = {"k_scale": 2 * n_k, "k_min": 2 * n_k, "k_plane0": values // 4, "k_plane1": values // 4}
+        sizes = self._param_sections("k", self.fmt.k_method)
+        sizes |= {"k_plane0": values // 4, "k_plane1": values // 4}
         if self.fmt.k_bits == 8:
             sizes["k_low"] = values // 2
-        sizes |= {"v_scale": 2 * n_v, "v_min": 2 * n_v, "v_codes": values * self.fmt.v_bits // 8}
+        sizes |= self._param_sections("v", self.fmt.v_method)
+        sizes["v_codes"] = values * self.fmt.v_bits // 8
         sections, offset = {}, 0
         for name, head_bytes in sizes.items():
             sections[name] = Section(offset, head_bytes)

@@ -2,6 +2,7 @@
 the folders of the prepared models (made on first use, cached after that)."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ ENVIRONMENT = {
     # Threads that wait sleep instead of spinning: on a shared machine spinning costs more than it gains.
     "OMP_WAIT_POLICY": "passive",
     "TOKENIZERS_PARALLELISM": "false",
+    # `auto` must not depend on what this user probed.
+    "VLLM_KTX_PROBES": os.path.join(tempfile.gettempdir(), f"ktx-probes-of-tests-{os.getpid()}"),
 }
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)

@@ -58,6 +58,25 @@ def _unpickle_member(name: str) -> Any:
     return AttentionBackendEnum[name]
 
 
+def customize_specs_by_layer() -> None:
+    """Lets a backend with `customize_layer_spec(spec, layer_name)` shape each layer's cache by its name. Idempotent.
+
+    vLLM asks a layer for its spec and hands that to `AttentionBackend.customize_spec`, which never learns the name.
+    """
+    from vllm.model_executor.layers.attention import Attention
+
+    original = Attention.get_kv_cache_spec
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+        spec, customize = original(self, vllm_config), getattr(self.attn_backend, "customize_layer_spec", None)
+        return spec if customize is None or spec is None else customize(spec, self.layer_name)
+
+    Attention.get_kv_cache_spec = get_kv_cache_spec  # type: ignore[method-assign]
+
+
 def selects_ktx(vllm_config: Any) -> bool:
     """Whether this engine's attention backend is KTX."""
     backend = vllm_config.attention_config.backend

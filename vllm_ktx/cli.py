@@ -1,4 +1,8 @@
-"""The `vllm-ktx` command: `doctor` says whether this installation can serve, and what to do if not; `serve` serves."""
+"""The `vllm-ktx` command.
+
+`vllm-ktx doctor` says whether this installation can serve, and what to do if not; `vllm-ktx probe MODEL` measures which
+page format fits a model; `vllm-ktx serve MODEL` serves it, with `--replicas N` several times behind one address.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import sys
 from collections.abc import Callable
 
 from . import __version__
+from .probe import command as probe
 
 Check = tuple[str, Callable[[], tuple[bool, str]]]
 
@@ -18,12 +23,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"vllm-ktx {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="check this installation: vLLM's version, the plugin, the kernels")
+    probe.add_options(commands.add_parser("probe", help="measure which page format fits a model, for ktx.format=auto"))
     commands.add_parser("serve", help="vllm serve with KTX, or --replicas N of it behind one address", add_help=False)
     given = sys.argv[1:] if argv is None else argv
     if given[:1] == ["serve"]:  # its options are mostly vLLM's
         return serve(given[1:])
-    parser.parse_args(given)
-    return doctor()
+    args = parser.parse_args(given)
+    return probe.main(args) if args.command == "probe" else doctor()
 
 
 def serve(argv: list[str]) -> int:
@@ -53,7 +59,6 @@ def serve(argv: list[str]) -> int:
 
 def doctor() -> int:
     """Prints one line a check; returns 1 if any of them failed."""
-    logging.disable(logging.WARNING)  # what matters is said here
     checks: list[Check] = [
         ("torch", check_torch),
         ("vLLM", check_vllm),
@@ -61,13 +66,17 @@ def doctor() -> int:
         ("kernels", check_kernels),
     ]
     good = True
-    for name, check in checks:
-        try:
-            fine, text = check()
-        except Exception as error:  # a broken import is what this command is for
-            fine, text = False, f"{type(error).__name__}: {error}"
-        good &= fine
-        print(f"{'ok  ' if fine else 'FAIL'}  {name:<8}  {text}")
+    logging.disable(logging.WARNING)  # what matters is said here
+    try:
+        for name, check in checks:
+            try:
+                fine, text = check()
+            except Exception as error:  # a broken import is what this command is for
+                fine, text = False, f"{type(error).__name__}: {error}"
+            good &= fine
+            print(f"{'ok  ' if fine else 'FAIL'}  {name:<8}  {text}")
+    finally:
+        logging.disable(logging.NOTSET)
     return 0 if good else 1
 
 

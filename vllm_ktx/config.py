@@ -14,22 +14,69 @@ from typing import Any
 
 from .attention_backends.selection import SparseSettings
 from .kv_quant import PRESETS, SCALE_METHODS, KVFormat, parse_format
+from .kv_quant.scale_methods import SCALE_BITS
 from .offload import POLICIES
 
 # What vLLM's own names of a per-token quantized cache stand for when KTX serves them.
 FORMAT_OF_CACHE_DTYPE = {"int8_per_token_head": "k8v8", "int4_per_token_head": "k4v4"}
-DEFAULT_FORMAT = "k8v4"
+SAFE_FORMAT = "k8v4"  # what `auto` means for a model that was not probed
 DEFAULT_PAGE_SIZE = 64
 MAX_PAGE_SIZE = 256  # what the kernels' buffers hold
+# Settings that change a format beyond its name.
+OF_FORMAT = ("key_scale", "value_scale", "rotate_keys", "rotate_values", "scale_bits")
+
+
+@dataclass(frozen=True)
+class LayerFormats:
+    """Format names by layer: `ranges` of (first, last) layers, both included, and the `default` of all others."""
+
+    default: str
+    ranges: tuple[tuple[int, int, str], ...] = ()
+
+    def of(self, layer: int | None) -> str | None:
+        """The name that a layer has of its own."""
+        return next((name for first, last, name in self.ranges if layer is not None and first <= layer <= last), None)
+
+    @property
+    def last(self) -> int:
+        """The highest layer named; -1: none."""
+        return max((last for _, last, _ in self.ranges), default=-1)
+
+
+def _layers_of(value: Any) -> LayerFormats:
+    """From a format's name or the mapping by layer. Raises ValueError, naming the entry and what to write."""
+    names = (*PRESETS, "auto")
+    if not isinstance(value, Mapping):
+        _choice("format", value, names)
+        return LayerFormats(value)
+    example = '{"default": "k4v4", "layers": {"0-1": "k8v4"}}'
+    if set(value) != {"default", "layers"} or not isinstance(value["layers"], Mapping):
+        raise ValueError(f"ktx.format={dict(value)!r}: use a name, or by layer {example}")
+    _choice("format.default", value["default"], names)
+    ranges: list[tuple[int, int, str]] = []
+    for key, name in value["layers"].items():
+        first, _, last = str(key).partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal() and int(first) <= int(last or first)):
+            raise ValueError(f"ktx.format.layers has the key {key!r}: use a layer or a range of them, as in {example}")
+        _choice(f"format.layers[{key!r}]", name, tuple(PRESETS))
+        for other in ranges:
+            if int(first) <= other[1] and other[0] <= int(last or first):
+                raise ValueError(
+                    f"ktx.format.layers names layer {max(int(first), other[0])} twice: use one range for it"
+                )
+        ranges.append((int(first), int(last or first), name))
+    return LayerFormats(value["default"], tuple(ranges))
 
 
 @dataclass(frozen=True)
 class KtxConfig:
     """Settings under `additional_config["ktx"]`.
 
-    format: page format, one of `none`, `k8v8`, `k8v4`, `k4v4`; unset: `k8v4`, or what `--kv-cache-dtype` asks for.
-    key_scale, value_scale: `per_channel`, `per_token` or `per_head`; unset: the format's own.
-    rotate_values: Hadamard rotation of values before quantization; unset: the format's own.
+    format: page format, one of `none`, `k8v8`, `k8v4`, `k4v4`, or `auto`: what `--kv-cache-dtype` asks for, else what
+        `vllm-ktx probe` chose for this model, else `k8v4`. By layer: `{"default": "k4v4", "layers": {"0-1": "k8v4"}}`.
+    key_scale, value_scale: a scale method, see `kv_quant.SCALE_METHODS`; unset: the format's own.
+    rotate_keys, rotate_values: Hadamard rotation before quantization; unset: the format's own.
+    scale_bits: 16, or 8 to store scales and minima in a byte each; unset: 16.
     residual_pages: newest sealed pages of a running sequence also kept in the model's dtype; unset: the format's own.
     kernels: `auto` (native where it was built), `native` (or fail), `torch` (slow; for comparison).
     attention: `sparse` or `dense`; unset: sparse, except for format `none`, whose pages have no headers to rank.
@@ -49,10 +96,12 @@ class KtxConfig:
     weights: `resident`, or `prefetch`: layers' weights stay in host memory and are copied ahead of use (CUDA).
     """
 
-    format: str | None = None
+    format: str | Mapping[str, Any] = "auto"
     key_scale: str | None = None
     value_scale: str | None = None
+    rotate_keys: bool | None = None
     rotate_values: bool | None = None
+    scale_bits: int | None = None
     residual_pages: int | None = None
     kernels: str = "auto"
     attention: str | None = None
@@ -80,12 +129,14 @@ class KtxConfig:
     weights: str = "resident"
 
     def __post_init__(self) -> None:
-        _choice("format", self.format, (*PRESETS, None))
+        _layers_of(self.format)
         _choice("key_scale", self.key_scale, (*SCALE_METHODS, None))
         _choice("value_scale", self.value_scale, (*SCALE_METHODS, None))
         _choice("kernels", self.kernels, ("auto", "native", "torch"))
-        if self.rotate_values not in (None, True, False):
-            raise ValueError(f"ktx.rotate_values={self.rotate_values!r}: use true or false")
+        for name in ("rotate_keys", "rotate_values"):
+            if getattr(self, name) not in (None, True, False):
+                raise ValueError(f"ktx.{name}={getattr(self, name)!r}: use true or false")
+        _choice("scale_bits", self.scale_bits, (*SCALE_BITS, None))
         pages = self.residual_pages
         if pages is not None and (isinstance(pages, bool) or not isinstance(pages, int) or not 0 <= pages <= 16):
             raise ValueError(f"ktx.residual_pages={pages!r}: use a whole number from 0 to 16")
@@ -140,28 +191,52 @@ class KtxConfig:
                 )
         return cls(**settings)
 
-    def kv_format(self, cache_dtype: str = "auto") -> KVFormat:
-        """The page format, `cache_dtype` being vLLM's `kv_cache_dtype`. Raises ValueError if the two contradict."""
-        asked = FORMAT_OF_CACHE_DTYPE.get(cache_dtype)
-        if asked and self.format and self.format != asked:
+    def kv_format(self, cache_dtype: str = "auto", layer: int | None = None) -> KVFormat:
+        """The page format of a layer (None: the default one), `cache_dtype` being vLLM's `kv_cache_dtype`.
+
+        Raises ValueError if the two contradict.
+        """
+        names = _layers_of(self.format)
+        asked, default = FORMAT_OF_CACHE_DTYPE.get(cache_dtype), names.default
+        if asked and default not in ("auto", asked):
             raise ValueError(
-                f"ktx.format={self.format!r} contradicts --kv-cache-dtype {cache_dtype} (which is {asked}): "
-                "set only one"
+                f"ktx.format={default!r} contradicts --kv-cache-dtype {cache_dtype} (which is {asked}): set only one"
             )
-        if (self.format or asked) == "none":
-            for name in ("key_scale", "value_scale", "rotate_values", "residual_pages"):
+        if default == "auto":
+            default = asked or SAFE_FORMAT
+        if default == "none":
+            for name in (*OF_FORMAT, "residual_pages"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"ktx.{name} has no meaning for ktx.format='none': leave it out")
         return parse_format(
-            self.format or asked or DEFAULT_FORMAT,
-            k_method=self.key_scale,  # type: ignore[arg-type]
-            v_method=self.value_scale,  # type: ignore[arg-type]
+            names.of(layer) or default,
+            k_method=self.key_scale,
+            v_method=self.value_scale,
+            k_rotate=self.rotate_keys,
             v_rotate=self.rotate_values,
+            scale_bits=self.scale_bits,
             residual_pages=self.residual_pages,
         )
 
-    def sparse_settings(self, fmt: KVFormat, page_size: int) -> SparseSettings | None:
-        """Which pages a query reads; None: all. Raises ValueError, naming the fix, for what can't go together."""
+    def is_auto(self, cache_dtype: str = "auto") -> bool:
+        """Whether the format is still to be chosen."""
+        return _layers_of(self.format).default == "auto" and cache_dtype not in FORMAT_OF_CACHE_DTYPE
+
+    def with_default_format(self, name: str) -> KtxConfig:
+        """These settings with `name` for every layer that has no format of its own."""
+        named = isinstance(self.format, str)
+        return dataclasses.replace(self, format=name if named else {**self.format, "default": name})
+
+    def layer_formats(self) -> LayerFormats:
+        return _layers_of(self.format)
+
+    def sparse_settings(self, fmt: KVFormat, page_size: int, layer: int | None = None) -> SparseSettings | None:
+        """Which pages a query reads; None: all. Raises ValueError, naming the fix, for what can't go together.
+
+        layer: a layer that stores format `none` by the mapping of `format` is dense beside sparse ones.
+        """
+        if not fmt.quantized and layer is not None and self.layer_formats().of(layer):
+            return None
         given = {name: getattr(self, name) for name in _SPARSE_FIELDS if getattr(self, name) is not None}
         if self.attention == "dense" or (self.attention is None and not fmt.quantized):
             if given:
@@ -196,7 +271,7 @@ def _is_number(value: Any) -> bool:
 
 def _choice(name: str, value: Any, choices: tuple) -> None:
     if value not in choices or isinstance(value, bool):
-        names = [c for c in choices if c is not None]
+        names = [str(c) for c in choices if c is not None]
         raise ValueError(f"ktx.{name}={value!r}: use one of {', '.join(names)}{_did_you_mean(str(value), names)}")
 
 

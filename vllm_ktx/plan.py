@@ -30,9 +30,8 @@ def memory_plan(
     tiered = tiers is not None and tiers.overcommit > 1
     token, dense = layout.bytes_per_token * num_layers, layout.dense_bytes / layout.page_size * num_layers
     open_page = layout.dense_bytes * num_layers
-    scales = f"keys {fmt.k_method}, values {fmt.v_method}{' + Hadamard' if fmt.v_rotate else ''}"
     rows = [
-        ("format", f"{fmt.name} ({scales})" if fmt.quantized else "none (model dtype)"),
+        ("format", f"{fmt.name} ({fmt.scales if fmt.quantized else 'model dtype'}), {num_layers} layers"),
         ("page", f"{layout.page_size} tokens, {layout.page_bytes:,} B a layer (header {layout.header_bytes:,} B)"),
         ("bytes a token", f"{token:,.0f} of {dense:,.0f} in the model dtype ({dense / token:.2f}x)"),
         ("one sequence of max_model_len", f"{max_model_len:,} tokens, {gib(token * max_model_len)}"),

@@ -10,7 +10,9 @@ import logging
 from typing import Any
 
 from . import _compat
+from .choice import choose_format
 from .config import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, KtxConfig
+from .kv_quant import PageLayout
 
 logger = logging.getLogger("vllm.ktx")  # under vLLM's logger: same handlers, same format
 
@@ -30,6 +32,7 @@ def register() -> None:
         logger.error(problem)
         return
     _compat.register_backend_member()
+    _compat.customize_specs_by_layer()
     _compat.wrap_platform(before_defaults=check_config, after_defaults=apply_defaults)
 
 
@@ -37,17 +40,32 @@ def check_config(vllm_config: Any) -> None:
     """Raises ValueError, naming setting, value and fix, for an engine configuration that KTX can't serve."""
     cache = vllm_config.cache_config
     config = ktx_config(vllm_config)
-    fmt = config.kv_format(cache.cache_dtype)
     if cache.user_specified_block_size and (cache.block_size % 32 or cache.block_size > MAX_PAGE_SIZE):
         raise ValueError(
             f"--block-size {cache.block_size}: KTX needs a multiple of 32 up to {MAX_PAGE_SIZE} (default "
             f"{DEFAULT_PAGE_SIZE})"
         )
     _warn_of_misplaced_settings(vllm_config)
-    config.sparse_settings(fmt, cache.block_size if cache.user_specified_block_size else DEFAULT_PAGE_SIZE)
+    page_size = cache.block_size if cache.user_specified_block_size else DEFAULT_PAGE_SIZE
+    config.sparse_settings(config.kv_format(cache.cache_dtype), page_size)
     reasons = unsupported(vllm_config)
     if reasons:
         raise ValueError(f"Attention backend KTX can't serve this model: {'; '.join(reasons)}.")
+    settle_format(vllm_config, config, page_size)
+
+
+def settle_format(vllm_config: Any, config: KtxConfig, page_size: int) -> None:
+    """Checks formats against the model, and puts what `auto` became into the settings that workers get."""
+    model, cache_dtype = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    PageLayout(config.kv_format(cache_dtype), page_size, 1, model.get_head_size())
+    layers, named = model.get_total_num_hidden_layers(), config.layer_formats().last
+    if named >= layers:
+        raise ValueError(f"ktx.format.layers names layer {named}, and the model has layers 0 to {layers - 1}")
+    chosen = choose_format(vllm_config, config, page_size)
+    chosen.sparse_settings(chosen.kv_format(cache_dtype), page_size)
+    if chosen is not config:
+        extra = vllm_config.additional_config or {}
+        vllm_config.additional_config = {**extra, "ktx": {**extra.get("ktx", {}), "format": chosen.format}}
 
 
 def unsupported(vllm_config: Any) -> list[str]:
@@ -73,7 +91,7 @@ def unsupported(vllm_config: Any) -> list[str]:
     if getattr(model.hf_text_config, "attention_chunk_size", None):
         reasons.append("chunked local attention (Llama 4) attends in chunks that KTX doesn't know")
     if vllm_config.cache_config.kv_cache_dtype_skip_layers:
-        reasons.append("--kv-cache-dtype-skip-layers is not served: KTX stores all layers in one format")
+        reasons.append("--kv-cache-dtype-skip-layers is not served: give layers formats of their own by ktx.format")
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in _SPECULATIVE_METHODS:
         reasons.append(

@@ -79,6 +79,11 @@ def plan_tiers(
     plan = TierPlan(1.0, host, disk, folder, config.eviction, config.prefetch_layers, scores_codes)
     if not host + disk or config.overcommit == 1:
         return plan
+    if config.layer_formats().ranges:
+        raise ValueError(
+            "ktx.format by layer and pages off the device (ktx.host_gib, ktx.disk_gib) don't go together yet: use one "
+            "format for all layers, or leave the others out"
+        )
     overcommit = config.overcommit
     if not isinstance(overcommit, (int, float)):
         overcommit = _auto(plan, layout, num_layers, device_bytes, blocks)

@@ -21,6 +21,7 @@ from vllm_ktx.attention_backends.kernels import MIN_WAVE, Residency
 from vllm_ktx.attention_backends.selection import SparseSettings
 from vllm_ktx.attention_backends.selection.cascade import EXPLAINED, SPREAD
 from vllm_ktx.attention_backends.selection.settings import SCORINGS
+from vllm_ktx.kv_quant.formats import KVFormat
 from vllm_ktx.kv_quant.layout import PageLayout
 
 from . import abi
@@ -55,6 +56,15 @@ def load() -> CpuKernels | None:
     if isa := os.environ.get(ISA_VARIABLE):
         kernels.set_isa(isa)
     return kernels
+
+
+def unserved(fmt: KVFormat) -> str | None:
+    """What of a page format the native kernels don't know, in words; None if they serve it."""
+    if not fmt.quantized:
+        return None
+    others = sorted({fmt.k_method, fmt.v_method} - set(abi.METHODS))
+    parts = [f"scales {method}" for method in others]
+    return ", ".join([*parts, *(["8-bit scales"] if fmt.scale_bits != 16 else [])]) or None
 
 
 def _preload_openmp() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_ktx.kv_quant import KVCacheQuantizer, PageLayout, packing
+from vllm_ktx.kv_quant import SCALE_METHODS, KVCacheQuantizer, PageLayout, packing
 
 from ..reference import gather_context
 
@@ -74,7 +74,9 @@ class ContextPages:
         blocks = self.blocks[pages]
         slots = blocks if self.payload_slot is None else self.payload_slot[blocks].long()
         rows = self.payload[slots]
-        scale, minimum = (self._key_params(rows, name) for name in ("k_scale", "k_min"))
+        shape, spread = (self.layout.page_size, self.layout.head_dim), SCALE_METHODS[fmt.k_method].spread
+        params = KVCacheQuantizer(self.layout).params(rows, "k")
+        scale, minimum = (spread(p, *shape).to(self.dtype) for p in params)
         planes = {"k_plane0": self._section(rows, "k_plane0")}
         planes["k_plane1"] = torch.zeros_like(planes["k_plane0"])
         planes["k_low"] = torch.zeros_like(planes["k_plane0"]).repeat(1, 1, 2)
@@ -86,10 +88,6 @@ class ContextPages:
         section, heads = self.layout.sections[name], self.layout.num_kv_heads
         run = rows[:, section.offset : section.offset + section.head_bytes * heads]
         return run.reshape(len(rows), heads, section.head_bytes).contiguous()
-
-    def _key_params(self, rows: torch.Tensor, name: str) -> torch.Tensor:
-        values = self._section(rows, name).view(torch.float16).to(self.dtype)
-        return values.unsqueeze(-2 if self.layout.fmt.k_method == "per_channel" else -1)
 
 
 def moments(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm_ktx.attention_backends.cpu import abi, native
-from vllm_ktx.kv_quant.formats import PRESETS, SCALE_METHODS, KVFormat
+from vllm_ktx.kv_quant.formats import PRESETS, KVFormat
 from vllm_ktx.kv_quant.layout import PageLayout
 
 kernels = native.load()
@@ -30,7 +30,7 @@ def test_layout_struct_carries_every_number():
 
 def test_methods_have_distinct_numbers():
     structs = [abi.layout_struct(PageLayout(KVFormat("t", 4, 4, k, v), 32, 1, 64))
-               for k, v in itertools.product(SCALE_METHODS, SCALE_METHODS)]  # fmt: skip
+               for k, v in itertools.product(abi.METHODS, abi.METHODS)]  # fmt: skip
     assert len({(s.k_method, s.v_method) for s in structs}) == 9
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from vllm_ktx.attention_backends.cpu import native
+from vllm_ktx.attention_backends.cpu.abi import METHODS as NATIVE
 from vllm_ktx.kv_quant.codec import KVCacheQuantizer
-from vllm_ktx.kv_quant.formats import SCALE_METHODS, KVFormat, parse_format
+from vllm_ktx.kv_quant.formats import KVFormat, parse_format
 from vllm_ktx.kv_quant.layout import PageLayout
 
 torch.set_num_threads(1)  # small tensors: the test of threads asks for them
@@ -118,7 +119,7 @@ ROWS = [(1, 700), (1, 0), (1, 64), (0, 130), (2, 65), (1, 63), (1, 1100)]
 
 
 @pytest.mark.parametrize("bits", [(4, 4), (8, 8)])
-@pytest.mark.parametrize("methods", list(itertools.product(SCALE_METHODS, SCALE_METHODS)))
+@pytest.mark.parametrize("methods", list(itertools.product(NATIVE, NATIVE)))
 def test_methods_and_bits(cpu, bits, methods):
     for rotate in (False, True):
         layout = PageLayout(KVFormat("test", *bits, *methods, rotate), 64, 2, 64, dtype_bytes=4)

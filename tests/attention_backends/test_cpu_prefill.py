@@ -7,7 +7,7 @@ import torch
 
 from tests.attention_backends.cases import compare, make_batch, make_format
 from vllm_ktx.attention_backends.cpu import native
-from vllm_ktx.kv_quant import SCALE_METHODS
+from vllm_ktx.attention_backends.cpu.abi import METHODS as NATIVE
 
 kernels = native.load()
 if kernels is None:
@@ -43,7 +43,7 @@ def test_bits(bits, dtype):
     check(make_batch([(37, 300), (70, 129)], make_format(*bits), dtype=dtype))
 
 
-@pytest.mark.parametrize("methods", itertools.product(SCALE_METHODS, SCALE_METHODS))
+@pytest.mark.parametrize("methods", itertools.product(NATIVE, NATIVE))
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scale_methods(bits, methods, dtype):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from vllm_ktx.attention_backends.cpu import native
+from vllm_ktx.attention_backends.cpu.abi import METHODS as NATIVE
 from vllm_ktx.kv_quant.codec import KVCacheQuantizer
-from vllm_ktx.kv_quant.formats import SCALE_METHODS, KVFormat, parse_format
+from vllm_ktx.kv_quant.formats import KVFormat, parse_format
 from vllm_ktx.kv_quant.layout import PageLayout
 
 torch.set_num_threads(1)  # the oracle's tensors are too small for more
@@ -50,7 +51,7 @@ def same_header(layout, got, want):
         assert ((ours - theirs).abs() <= size / 100 + 1e-6 * (1 + size)).all()
 
 
-METHODS = list(itertools.product(SCALE_METHODS, SCALE_METHODS))
+METHODS = list(itertools.product(NATIVE, NATIVE))
 
 
 @pytest.mark.parametrize("bits", [(4, 8), (8, 4)])
@@ -85,7 +86,7 @@ def test_dtypes_and_strides(cpu, dtype, name):
         same_header(layout, header, want_header)
 
 
-@pytest.mark.parametrize("methods", [(m, m) for m in SCALE_METHODS])
+@pytest.mark.parametrize("methods", [(m, m) for m in NATIVE])
 @pytest.mark.parametrize("kind", ["zero", "constant", "nan", "inf", "huge", "tiny"])
 def test_special_inputs(cpu, methods, kind):
     layout = PageLayout(make_format(4, 8, *methods), 32, 2, 64, dtype_bytes=4)

@@ -6,7 +6,7 @@ import torch
 from tests.attention_backends.cases import make_batch, make_format
 from vllm_ktx.attention_backends import torch_kernels
 from vllm_ktx.attention_backends.torch_kernels import TorchKernels
-from vllm_ktx.kv_quant import KVCacheQuantizer, PageLayout
+from vllm_ktx.kv_quant import KVCacheQuantizer, PageLayout, parse_format
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +32,13 @@ VARIANTS = [{"softcap": 3.0}, {"q_heads": 2}, {"page_size": 32, "dim": 80}, {"se
 @pytest.mark.parametrize("change", VARIANTS)
 def test_variants(change):
     make_batch(ROWS, dtype=torch.float32, **change).check(TorchKernels())
+
+
+@pytest.mark.parametrize(
+    "settings", [{"scale_bits": 8}, {"k_method": "per_channel_32", "v_method": "per_token_32"}], ids=str
+)
+def test_formats_that_only_torch_serves(settings):
+    make_batch(ROWS, parse_format("k4v4", **settings), dtype=torch.float32).check(TorchKernels())
 
 
 def test_context_only():

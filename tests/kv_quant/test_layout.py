@@ -4,18 +4,29 @@ import itertools
 
 import pytest
 
-from vllm_ktx.kv_quant.formats import PRESETS, SCALE_METHODS, KVFormat, parse_format
+from vllm_ktx.kv_quant.formats import PRESETS, KVFormat, parse_format
 from vllm_ktx.kv_quant.layout import ALIGN, PageLayout
+from vllm_ktx.kv_quant.scale_methods import SCALE_BITS, SCALE_METHODS
 
 FORMATS = [
-    KVFormat("t", k_bits, v_bits, k_method, v_method)
-    for k_bits, v_bits, k_method, v_method in itertools.product((4, 8), (4, 8), SCALE_METHODS, SCALE_METHODS)
+    KVFormat("t", k_bits, v_bits, k_method, v_method, scale_bits=scale_bits)
+    for k_bits, v_bits, k_method, v_method, scale_bits in itertools.product(
+        (4, 8), (4, 8), SCALE_METHODS, SCALE_METHODS, SCALE_BITS
+    )
 ]
+
+
+def fitting(page_size, head_dim):
+    return [
+        f for f in FORMATS if not any(SCALE_METHODS[m].problem(page_size, head_dim) for m in (f.k_method, f.v_method))
+    ]
 
 
 @pytest.mark.parametrize("shape", [(32, 1, 16), (64, 3, 80), (128, 8, 128), (64, 2, 256)])
 def test_sections_are_aligned_and_apart(shape):
-    for fmt in FORMATS:
+    formats = fitting(shape[0], shape[2])
+    assert len(formats) in (len(FORMATS), len(FORMATS) * 16 // 25)
+    for fmt in formats:
         layout = PageLayout(fmt, *shape)
         end = 0
         for section in layout.sections.values():
@@ -27,7 +38,7 @@ def test_sections_are_aligned_and_apart(shape):
 
 
 def test_every_code_has_its_bits():
-    for fmt in FORMATS:
+    for fmt in fitting(64, 80):
         sections = PageLayout(fmt, 64, 2, 80).sections
         keys = sum(sections[name].head_bytes for name in sections if name.startswith(("k_plane", "k_low")))
         assert keys * 8 == 64 * 80 * fmt.k_bits
@@ -62,3 +73,24 @@ def test_parse_format():
         parse_format("k4v5")
     with pytest.raises(ValueError, match="both or for neither"):
         KVFormat("t", 16, 4)
+
+
+def test_a_group_that_doesnt_fit_names_the_setting_and_another():
+    with pytest.raises(ValueError, match="value_scale='per_token_32': .*head_dim 80 .*; use 'per_token'"):
+        PageLayout(parse_format("k4v4", v_method="per_token_32"), 64, 2, 80)
+
+
+@pytest.mark.parametrize(
+    ("settings", "bits"),
+    [
+        ({}, 4.5),
+        ({"k_method": "per_token"}, 4.5),
+        ({"k_method": "per_head"}, 4.25),
+        ({"k_method": "per_channel_32", "v_method": "per_token_32"}, 5.0),
+        ({"scale_bits": 8}, 4.262),
+    ],
+)
+def test_bits_a_value_with_scales(settings, bits):
+    """Of one kv head's keys and values, without rounding to cache lines."""
+    sections = PageLayout(parse_format("k4v4", **settings), 64, 1, 64).sections
+    assert sum(s.head_bytes for s in sections.values()) * 8 / (2 * 64 * 64) == pytest.approx(bits, abs=0.005)

@@ -48,3 +48,12 @@ def test_vllm_still_asks_the_hook_about_every_request_and_takes_fewer_tokens():
         asked = part.index("num_new_tokens = self._reserve_prefill_lookahead(")
         assert asked < part.index("if num_new_tokens == 0:", asked) < part.index("allocate_slots(", asked)
     assert "if not request_queue or input_budget" in waiting, "a falsy queue ends the round of admissions"
+
+
+def test_a_layers_spec_is_still_customized_without_its_name():
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert "layer_name" not in inspect.getsource(inspect.unwrap(Attention.get_kv_cache_spec))
+    source = inspect.getsource(GPUModelRunner.get_kv_cache_spec)
+    assert source.index("attn_module.get_kv_cache_spec(") < source.index("customize_attention_spec(")

@@ -20,8 +20,20 @@ def test_everything_has_a_default():
     ("settings", "message"),
     [
         ({"fromat": "k4v4"}, "ktx.fromat is not a setting of KTX; did you mean 'format'"),
-        ({"format": "k4"}, "ktx.format='k4': use one of none, k8v8, k8v4, k4v4"),
+        ({"format": "k4"}, "ktx.format='k4': use one of none, k8v8, k8v4, k4v4, auto"),
+        ({"format": {"default": "k4v4"}}, "ktx.format=.*: use a name, or by layer"),
+        ({"format": {"default": "k4v4", "layers": {"1-0": "k8v4"}}}, "has the key '1-0': use a layer or a range"),
+        (
+            {"format": {"default": "k4v4", "layers": {"0": "k8"}}},
+            r"ktx.format.layers\['0'\]='k8': use one of none",
+        ),
+        ({"format": {"default": "k4", "layers": {}}}, "ktx.format.default='k4'"),
+        ({"format": {"default": "k4v4", "layers": {"0-3": "k8v4", "2": "k8v8"}}}, "names layer 2 twice"),
         ({"kernels": True}, "ktx.kernels=True: use one of auto, native, torch"),
+        ({"key_scale": "per_chanel"}, "ktx.key_scale='per_chanel'.*did you mean 'per_channel'"),
+        ({"rotate_keys": "yes"}, "ktx.rotate_keys='yes': use true or false"),
+        ({"scale_bits": 4}, "ktx.scale_bits=4: use one of 16, 8"),
+        ({"format": "none", "scale_bits": 8}, "ktx.scale_bits has no meaning for ktx.format='none'"),
         ({"residual_pages": 99}, "ktx.residual_pages=99: use a whole number from 0 to 16"),
         ({"attention": "dens"}, "did you mean 'dense'"),
         ({"dense_layers": -1}, "ktx.dense_layers=-1: use a whole number, 0 or more"),
@@ -51,6 +63,15 @@ def test_cache_dtypes_and_formats():
     assert KtxConfig(format="k4v4").kv_format("int4_per_token_head").name == "k4v4"
     with pytest.raises(ValueError, match="contradicts --kv-cache-dtype int4_per_token_head"):
         KtxConfig(format="k8v8").kv_format("int4_per_token_head")
+
+
+def test_formats_by_layer():
+    config = KtxConfig.parse({"format": {"default": "auto", "layers": {"0-1": "k8v8", "7": "none"}}})
+    assert config.is_auto() and not config.is_auto("int4_per_token_head")
+    names = [config.with_default_format("k4v4").kv_format(layer=i).name for i in (None, 0, 1, 2, 7, 8)]
+    assert names == ["k4v4", "k8v8", "k8v8", "k4v4", "none", "k4v4"]
+    assert config.kv_format("int4_per_token_head", layer=3).name == "k4v4"
+    assert config.layer_formats().last == 7 and KtxConfig().layer_formats().last == -1
 
 
 def test_what_follows_from_combinations():

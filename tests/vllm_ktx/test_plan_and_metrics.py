@@ -14,7 +14,7 @@ from vllm_ktx.plan import memory_plan
 def test_plan_states_bytes_and_capacity():
     layout = PageLayout(parse_format("k4v4"), 64, 8, 128)
     rows = dict(memory_plan(layout, 32, 1000, 10, 131072, SparseSettings()))
-    assert rows["format"] == "k4v4 (keys per_channel, values per_token + Hadamard)"
+    assert rows["format"] == "k4v4 (keys per_channel, values per_token + Hadamard), 32 layers"
     assert "64,000 tokens" in rows["device"]
     assert f"{layout.page_bytes:,} B a layer" in rows["page"]
     assert rows["attention"].startswith("sparse: sinks 64, window 4096, then by cascade: coverage 0.95")
