@@ -17,6 +17,7 @@ from .pages import (
     online_softmax,
     plain_scores,
     plain_values,
+    real,
     rotate,
     sealed_scores,
     sealed_values,
@@ -41,7 +42,7 @@ def load_queries(q, token, head, valid, q_stride, L: tl.constexpr):
     """`[M, 4 * quarter]` in key order, of query heads `head` `[M]` of tokens `token`."""
     channel = key_channels(L)
     at = token.to(tl.int64) * q_stride + head * L.dim
-    return tl.load(q + at[:, None] + channel[None, :], mask=valid[:, None] & (channel[None, :] >= 0), other=0.0)
+    return tl.load(q + at[:, None] + channel[None, :], mask=valid[:, None] & real(channel[None, :], L), other=0.0)
 
 
 @triton.jit
@@ -167,7 +168,7 @@ def attend_split(
     tl.store(stats + 2 * at, peak, mask=m < L.group)
     tl.store(stats + 2 * at + 1, total, mask=m < L.group)
     to = sums + at[:, None] * (L.dim * (1 + L.rotate)) + channel[None, :]
-    keep = (m[:, None] < L.group) & (channel[None, :] >= 0)
+    keep = (m[:, None] < L.group) & real(channel[None, :], L)
     tl.store(to, plain, mask=keep)
     if L.rotate:
         tl.store(to + L.dim, turned, mask=keep)
@@ -198,7 +199,7 @@ def merge_splits(
     for s in range(num_splits):
         weight = tl.sum(tl.where(i == s, weights, 0.0), 0)[None]
         at = sums + (base + s * L.group) * (L.dim * (1 + L.rotate)) + channel
-        read = (channel >= 0) & (weight != 0.0)  # of a split that saw nothing, nothing counts
+        read = real(channel, L) & (weight != 0.0)  # of a split that saw nothing, nothing counts
         plain += weight * tl.load(at, mask=read, other=0.0)
         if L.rotate:
             turned += weight * tl.load(at + L.dim, mask=read, other=0.0)
@@ -206,7 +207,7 @@ def merge_splits(
         plain += tl.reshape(rotate(turned[None, :], 1, L), (2 * L.half,))
     result = plain * tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
     to = out + token.to(tl.int64) * out_stride + q_head * L.dim + channel
-    tl.store(to, result.to(out.dtype.element_ty), mask=channel >= 0)
+    tl.store(to, result.to(out.dtype.element_ty), mask=real(channel, L))
     if HAS_LSE:
         tl.store(lse + token.to(tl.int64) * lse_stride + q_head, peak + tl.log2(total) / LOG2E)
 
@@ -295,6 +296,6 @@ def attend_blocks(
     token = (start + query).to(tl.int64)
     q_head = head * L.group + m % L.group
     to = out + (token * out_stride + q_head * L.dim)[:, None] + channel[None, :]
-    tl.store(to, result.to(out.dtype.element_ty), mask=valid[:, None] & (channel[None, :] >= 0))
+    tl.store(to, result.to(out.dtype.element_ty), mask=valid[:, None] & real(channel[None, :], L))
     if HAS_LSE:
         tl.store(lse + token * lse_stride + q_head, peak + tl.log2(total) / LOG2E, mask=valid)

@@ -98,6 +98,11 @@ class Geometry:
         )
 
     @property
+    def padded(self) -> bool:
+        """Whether channels are padded; else all of their masks are true, and say so to the compiler."""
+        return self.dim & (self.dim - 1) != 0
+
+    @property
     def rows(self) -> int:
         """Query heads of a group, padded."""
         return power_of_two(self.group)

@@ -43,14 +43,14 @@ class Blocking:
     split_pages: int = 8  # of one split of a sparse list
     dense_split_pages: int = 32
     split_warps: int = 4
-    block_rows: int = 128  # rows (queries x heads) of a prefill program
+    block_rows: int = 64  # rows (queries x heads) of a prefill program
     block_warps: int = 8
     block_tile: int = 32  # tokens that it multiplies at once
 
     @classmethod
     def of(cls, shape: Geometry) -> Blocking:
-        """Registers and shared memory hold a `block_rows` x head_dim tile up to a head_dim of 128."""
-        return cls() if shape.dim <= 128 and not shape.exact else cls(block_rows=64 if shape.dim <= 128 else 32)
+        """What registers hold: half the rows for heads twice as wide, or for float32."""
+        return cls() if shape.dim <= 128 and not shape.exact else cls(block_rows=32, block_tile=16)
 
 
 Launcher = Callable[..., None]
@@ -312,9 +312,10 @@ class _Step:
         self.launch(attend_split, (units, self.L.heads, count),
             self.q, self.k, self.v, stats, sums, self.cu_q, self.context, self.table, self.open_slot, self.payload_slot,
             self.payload, self.open_pages, self.units, self.totals, chosen, lengths, self.q.stride(0),
-            self._kv_stride(), self.table.stride(0), self.payload.stride(0), self.open_pages.stride(0), self.cap, first, *self.limits,
-            fresh, base, splits, self.scale, self.softcap, M=max(MIN_ROWS, self.L.rows),
-            SPLIT=self.split_pages, FRESH=FRESH_SPLIT, CHOSEN=listed, HAS_FRESH=fresh > 0, **self.flags, num_warps=self.blocking.split_warps,
+            self._kv_stride(), self.table.stride(0), self.payload.stride(0), self.open_pages.stride(0), self.cap, first,
+            *self.limits, fresh, base, splits, self.scale, self.softcap, M=max(MIN_ROWS, self.L.rows),
+            SPLIT=self.split_pages, FRESH=FRESH_SPLIT, CHOSEN=listed, HAS_FRESH=fresh > 0, **self.flags,
+            num_warps=self.blocking.split_warps,
         )  # fmt: skip
 
     def _kv_stride(self) -> int:

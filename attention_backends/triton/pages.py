@@ -16,11 +16,40 @@ PER_TOKEN = tl.constexpr(1)
 
 
 @triton.jit
+def within(index, count: tl.constexpr, L: tl.constexpr):
+    """`index < count`, known to be true where nothing is padded (loads are then as wide as can be)."""
+    if L.padded:
+        return index < count
+    else:
+        return tl.full(index.shape, 1, tl.int1)
+
+
+@triton.jit
+def real(channel, L: tl.constexpr):
+    """Which of the places that `*_channels` gave hold a channel."""
+    if L.padded:
+        return channel >= 0
+    else:
+        return tl.full(channel.shape, 1, tl.int1)
+
+
+@triton.jit
 def key_channels(L: tl.constexpr):
     """Channel of each place in key order `[4 * quarter]`; -1 for padding."""
     j = tl.arange(0, 4 * L.quarter)
-    c = j % L.quarter
-    return tl.where(c < L.dim // 4, (j // L.quarter) * (L.dim // 4) + c, -1)
+    if L.padded:
+        c = j % L.quarter
+        j = tl.where(c < L.dim // 4, (j // L.quarter) * (L.dim // 4) + c, -1)
+    return j
+
+
+@triton.jit
+def natural_channels(L: tl.constexpr):
+    """`0 .. head_dim - 1`, then -1 for padding."""
+    j = tl.arange(0, 2 * L.half)
+    if L.padded:
+        j = tl.where(j < L.dim, j, -1)
+    return j
 
 
 @triton.jit
@@ -30,14 +59,9 @@ def value_channels(L: tl.constexpr):
     if L.v_bits == 4:
         c = j % L.half
         j = (c // 8) * 16 + c % 8 + 8 * (j // L.half)
-    return tl.where(j < L.dim, j, -1)
-
-
-@triton.jit
-def natural_channels(L: tl.constexpr):
-    """`0 .. head_dim - 1`, then -1 for padding."""
-    j = tl.arange(0, 2 * L.half)
-    return tl.where(j < L.dim, j, -1)
+    if L.padded:
+        j = tl.where(j < L.dim, j, -1)
+    return j
 
 
 @triton.jit
@@ -75,7 +99,7 @@ def key_codes(page, head, t0, L: tl.constexpr):
     t = t0 + tl.arange(0, L.tile)
     c = tl.arange(0, L.quarter)
     at = head * L.head_k_plane + plane_at(t[:, None], c[None, :], L)
-    valid = (t[:, None] >= 0) & (c[None, :] < L.dim // 4)
+    valid = within(c[None, :], L.dim // 4, L)
     high = tl.load(page + L.at_k_plane0 + at, mask=valid, other=0).to(tl.int32)
     low = tl.load(page + L.at_k_plane1 + at, mask=valid, other=0).to(tl.int32)
     shift = 2 * tl.arange(0, 4)[None, :, None]
@@ -83,7 +107,7 @@ def key_codes(page, head, t0, L: tl.constexpr):
     if L.k_bits == 8:
         part = tl.arange(0, 2)[None, :, None]
         at = head * L.head_k_low + plane_at(t[:, None, None], part * (L.dim // 4) + c[None, None, :], L)
-        rest = tl.load(page + L.at_k_low + at, mask=valid[:, None, :] & (part >= 0), other=0).to(tl.int32)
+        rest = tl.load(page + L.at_k_low + at, mask=valid[:, None, :], other=0).to(tl.int32)
         rest = (rest[:, None, :, :] >> (4 * tl.arange(0, 2)[None, :, None, None])) & 15
         codes = (codes << 4) | tl.reshape(rest, (L.tile, 4, L.quarter))
     return tl.reshape(codes, (L.tile, 4 * L.quarter))
@@ -120,8 +144,8 @@ def sealed_scores(q, page, head, t0, FOLD: tl.constexpr, L: tl.constexpr):
     minima = page + L.at_k_min + head * L.head_k_scale
     if L.k_method == PER_CHANNEL:
         channel = key_channels(L)
-        scale = load_halves(scales, channel, channel >= 0)
-        center = load_halves(minima, channel, channel >= 0) + middle * scale
+        scale = load_halves(scales, channel, real(channel, L))
+        center = load_halves(minima, channel, real(channel, L)) + middle * scale
         if FOLD:
             wide = q.to(tl.float32)
             s = multiply((wide * scale[None, :]).to(codes.dtype), tl.trans(codes), L)
@@ -132,8 +156,8 @@ def sealed_scores(q, page, head, t0, FOLD: tl.constexpr, L: tl.constexpr):
     else:
         t = t0 + tl.arange(0, L.tile)
         at = t if L.k_method == PER_TOKEN else t * 0
-        scale = load_halves(scales, at, t >= 0)
-        center = load_halves(minima, at, t >= 0) + middle * scale
+        scale = load_halves(scales, at, tl.full(at.shape, 1, tl.int1))
+        center = load_halves(minima, at, tl.full(at.shape, 1, tl.int1)) + middle * scale
         s = multiply(q, tl.trans(codes), L) * scale[None, :]
         s += tl.sum(q.to(tl.float32), 1)[:, None] * center[None, :]
     return s
@@ -146,13 +170,13 @@ def sealed_values(weights, dtype: tl.constexpr, page, head, t0, L: tl.constexpr)
     c = tl.arange(0, L.half)
     base = page + L.at_v_codes + head * L.head_v_codes
     if L.v_bits == 4:
-        valid = (t[:, None] >= 0) & (c[None, :] < L.dim // 2)
+        valid = within(c[None, :], L.dim // 2, L)
         packed = tl.load(base + t[:, None] * (L.dim // 2) + c[None, :], mask=valid, other=0).to(tl.int32)
         raw = (packed[:, None, :] >> (4 * tl.arange(0, 2)[None, :, None])) & 15
         raw = tl.reshape(raw, (L.tile, 2 * L.half))
     else:
         d = tl.arange(0, 2 * L.half)
-        valid = (t[:, None] >= 0) & (d[None, :] < L.dim)
+        valid = within(d[None, :], L.dim, L)
         raw = tl.load(base + t[:, None] * L.dim + d[None, :], mask=valid, other=0).to(tl.int32)
     codes = centered(raw, L.v_bits, dtype)
     middle: tl.constexpr = ((1 << L.v_bits) - 1) * 0.5
@@ -160,14 +184,14 @@ def sealed_values(weights, dtype: tl.constexpr, page, head, t0, L: tl.constexpr)
     minima = page + L.at_v_min + head * L.head_v_scale
     if L.v_method == PER_CHANNEL:
         channel = value_channels(L)
-        scale = load_halves(scales, channel, channel >= 0)
-        center = load_halves(minima, channel, channel >= 0) + middle * scale
+        scale = load_halves(scales, channel, real(channel, L))
+        center = load_halves(minima, channel, real(channel, L)) + middle * scale
         total = multiply(weights.to(dtype), codes, L) * scale[None, :]
         return total + tl.sum(weights, 1)[:, None] * center[None, :]
     else:
         at = t if L.v_method == PER_TOKEN else t * 0
-        scale = load_halves(scales, at, t >= 0)
-        center = load_halves(minima, at, t >= 0) + middle * scale
+        scale = load_halves(scales, at, tl.full(at.shape, 1, tl.int1))
+        center = load_halves(minima, at, tl.full(at.shape, 1, tl.int1)) + middle * scale
         total = multiply((weights * scale[None, :]).to(dtype), codes, L)
         return total + tl.sum(weights * center[None, :], 1)[:, None]
 
@@ -178,7 +202,7 @@ def plain_scores(q, keys, token_stride, t0, count, L: tl.constexpr):
     t = t0 + tl.arange(0, L.tile)
     channel = key_channels(L)
     at = t.to(tl.int64)[:, None] * token_stride + channel[None, :]
-    k = tl.load(keys + at, mask=(t[:, None] < count) & (channel[None, :] >= 0), other=0.0)
+    k = tl.load(keys + at, mask=(t[:, None] < count) & real(channel[None, :], L), other=0.0)
     return multiply(q, tl.trans(k), L)
 
 
@@ -187,7 +211,7 @@ def plain_values(weights, values, token_stride, t0, count, channel, L: tl.conste
     """As `sealed_values`, for values in the model's dtype, which are not rotated; in the order of `channel`."""
     t = t0 + tl.arange(0, L.tile)
     at = t.to(tl.int64)[:, None] * token_stride + channel[None, :]
-    v = tl.load(values + at, mask=(t[:, None] < count) & (channel[None, :] >= 0), other=0.0)
+    v = tl.load(values + at, mask=(t[:, None] < count) & real(channel[None, :], L), other=0.0)
     return multiply(weights.to(v.dtype), v, L)
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .attend import load_queries
-from .pages import LOG2E, key_channels, load_halves, multiply, natural_channels, plane_at, soften
+from .pages import LOG2E, key_channels, load_halves, multiply, natural_channels, plane_at, real, soften, within
 from .units import BLOCK, candidates
 
 VARIANCE_FACTOR = tl.constexpr(0.7)  # `selection.pages.VARIANCE_FACTOR`
@@ -83,7 +83,7 @@ def score_headers(
     block = tl.load(table + row.to(tl.int64) * table_stride + p, mask=wanted, other=0).to(tl.int64)
     channel = natural_channels(L)
     at = headers + block * header_stride + head * L.header_head
-    keep = wanted[:, None] & (channel[None, :] >= 0)
+    keep = wanted[:, None] & real(channel[None, :], L)
     codes = (at[:, None] + channel[None, :]).to(tl.pointer_type(tl.int8))
     mean = tl.load(codes, mask=keep, other=0).to(tl.float32)
     deviation = tl.load(codes + L.dim, mask=keep, other=0).to(tl.float32)
@@ -95,7 +95,7 @@ def score_headers(
     token, q_head = asking(r, query, tl.load(cu_q + row), head, SAMPLES, L)
     x = tl.load(
         q + (token.to(tl.int64) * q_stride + q_head * L.dim)[:, None] + channel[None, :],
-        mask=valid[:, None] & (channel[None, :] >= 0), other=0.0,
+        mask=valid[:, None] & real(channel[None, :], L), other=0.0,
     ).to(tl.float32) * scale  # fmt: skip
     a = tl.dot(x, tl.trans(mean)) * by_mean[None, :]
     v = tl.dot(x * x, tl.trans(deviation * deviation)) * (by_deviation * by_deviation * VARIANCE_FACTOR)[None, :]
@@ -109,7 +109,7 @@ def token_moments(keys, token_stride, first, count, L: tl.constexpr):
     """Mean and mean squared deviation `[2 * half]` of keys `first .. first + count`, at most 64, natural order."""
     t = tl.arange(0, BLOCK)
     channel = natural_channels(L)
-    keep = (t[:, None] < count) & (channel[None, :] >= 0)
+    keep = (t[:, None] < count) & real(channel[None, :], L)
     x = tl.load(keys + (first + t).to(tl.int64)[:, None] * token_stride + channel[None, :], mask=keep, other=0.0)
     x = x.to(tl.float32)
     mean = tl.sum(x, 0) / count
@@ -129,8 +129,8 @@ def fresh_moments(
     first = tl.load(cu_q + tl.load(units + 2 * unit)) + tl.load(units + 2 * unit + 1)
     channel, mean, variance = token_moments(k + head * L.dim, kv_stride, first, BLOCK, L)
     to = moments + (unit * L.heads + head) * 2 * L.dim + channel
-    tl.store(to, mean, mask=channel >= 0)
-    tl.store(to + L.dim, variance, mask=channel >= 0)
+    tl.store(to, mean, mask=real(channel, L))
+    tl.store(to + L.dim, variance, mask=real(channel, L))
 
 
 @triton.jit
@@ -172,7 +172,7 @@ def known_blocks(
     token, q_head = asking(r, query, tl.load(cu_q + row), head, SAMPLES, L)
     x = tl.load(
         q + (token.to(tl.int64) * q_stride + q_head * L.dim)[:, None] + channel[None, :],
-        mask=valid[:, None] & (channel[None, :] >= 0), other=0.0,
+        mask=valid[:, None] & real(channel[None, :], L), other=0.0,
     ).to(tl.float32) * scale  # fmt: skip
     squares = x * x * VARIANCE_FACTOR
     rest = length % L.page
@@ -197,7 +197,7 @@ def known_blocks(
         for i in tl.range(0, before, 16, disable_licm=True):
             n = i + tl.arange(0, 16)
             at = (first_unit + unit - before + n) * L.heads + head
-            keep = (n < before)[:, None] & (channel[None, :] >= 0)
+            keep = (n < before)[:, None] & real(channel[None, :], L)
             mean = tl.load(moments + at[:, None] * (2 * L.dim) + channel[None, :], mask=keep, other=0.0)
             var = tl.load(moments + at[:, None] * (2 * L.dim) + L.dim + channel[None, :], mask=keep, other=0.0)
             a = soften(tl.dot(x, tl.trans(mean)), softcap, CAP)
@@ -241,8 +241,8 @@ def probe_pages(
     to = codes + ((unit * L.heads + head) * (L.group * SAMPLES) + r).to(tl.int64) * pages_stride
     for j in tl.range(part * PAGES, tl.minimum((part + 1) * PAGES, count), disable_licm=True):
         page = payload + tl.sum(tl.where(i == j, slots, 0)).to(tl.int64) * payload_stride
-        factor = load_halves(page + L.at_k_scale + head * L.head_k_scale, channel, channel >= 0)
-        minimum = load_halves(page + L.at_k_min + head * L.head_k_scale, channel, channel >= 0)
+        factor = load_halves(page + L.at_k_scale + head * L.head_k_scale, channel, real(channel, L))
+        minimum = load_halves(page + L.at_k_min + head * L.head_k_scale, channel, real(channel, L))
         step = factor * per_step
         bias = tl.sum(x * (minimum + factor * ((per_step - 1) * 0.5) + step * 1.5)[None, :], 1)
         folded = x * step[None, :]
@@ -252,7 +252,7 @@ def probe_pages(
         for t0 in tl.static_range(0, PAGE, TILE):
             t = t0 + tl.arange(0, L.tile)
             at = head * L.head_k_plane + plane_at(t[:, None], c[None, :], L)
-            keep = (t[:, None] >= 0) & (c[None, :] < L.dim // 4)
+            keep = within(c[None, :], L.dim // 4, L)
             packed = tl.load(page + L.at_k_plane0 + at, mask=keep, other=0).to(tl.int32)
             two = (packed[:, None, :] >> (2 * tl.arange(0, 4)[None, :, None])) & 3
             keys = (tl.reshape(two, (L.tile, 4 * L.quarter)).to(tl.float32) - 1.5).to(raw.dtype)

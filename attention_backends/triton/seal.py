@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .pages import PER_CHANNEL, PER_TOKEN, key_channels, natural_channels, plane_at, rotate
+from .pages import PER_CHANNEL, PER_TOKEN, key_channels, natural_channels, plane_at, real, rotate, within
 
 FP16_MAX = tl.constexpr(65504.0)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and taking it away rounds to the nearest integer, ties to even
@@ -61,7 +61,7 @@ def quantize(x, valid, t, channel, scales, minima, BITS: tl.constexpr, METHOD: t
     spread = high - minimum.to(tl.float32)
     scale = half_toward(tl.div_rn(spread, tl.full(spread.shape, levels, tl.float32)), True)
     if METHOD == PER_CHANNEL:
-        at, keep = channel[None, :], channel[None, :] >= 0
+        at, keep = channel[None, :], real(channel[None, :], L)
     elif METHOD == PER_TOKEN:
         at, keep = t[:, None], t[:, None] < L.page
     else:
@@ -89,13 +89,13 @@ def store_header(x, valid, channel, header, L: tl.constexpr):
     deviation = tl.sqrt_rn(tl.div_rn(tl.sum(away * away, 0), tl.broadcast_to(count, channel.shape)))
     for part in tl.static_range(2):
         stat = mean if part == 0 else deviation
-        stat = tl.where(channel >= 0, stat, 0.0)
+        stat = tl.where(real(channel, L), stat, 0.0)
         largest = tl.max(tl.abs(stat), 0)[None]
         scale = half_toward(tl.div_rn(largest, tl.full((1,), 127.0, tl.float32)), True)
         code = round_even(stat * inverse_or_zero(scale.to(tl.float32)))
         code = tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8)
         place = header.to(tl.pointer_type(tl.int8)) + part * L.dim + channel
-        tl.store(place, code, mask=channel >= 0)
+        tl.store(place, code, mask=real(channel, L))
         both = (header + 2 * L.dim + 2 * part).to(tl.pointer_type(tl.float16)) + tl.arange(0, 1)
         tl.store(both, scale)
 
@@ -104,7 +104,7 @@ def store_header(x, valid, channel, header, L: tl.constexpr):
 def store_keys(codes, t, page, head, L: tl.constexpr, TOKENS: tl.constexpr):
     """Key codes `[TOKENS, 4 * quarter]` in key order -> the bit planes."""
     c = tl.arange(0, L.quarter)
-    keep = (t[:, None] < L.page) & (c[None, :] < L.dim // 4)
+    keep = (t[:, None] < L.page) & within(c[None, :], L.dim // 4, L)
     parts = tl.reshape(codes, (TOKENS, 4, L.quarter))
     shift = 2 * tl.arange(0, 4)[None, :, None]
     at = head * L.head_k_plane + plane_at(t[:, None], c[None, :], L)
@@ -117,7 +117,7 @@ def store_keys(codes, t, page, head, L: tl.constexpr, TOKENS: tl.constexpr):
         nibbles = tl.reshape(codes & 15, (TOKENS, 2, 2, L.quarter)) << (4 * tl.arange(0, 2)[None, :, None, None])
         place = head * L.head_k_low + plane_at(t[:, None, None], part * (L.dim // 4) + c[None, None, :], L)
         low = tl.sum(nibbles, 1).to(tl.uint8)
-        tl.store(page + L.at_k_low + place, low, mask=keep[:, None, :] & (part >= 0))
+        tl.store(page + L.at_k_low + place, low, mask=keep[:, None, :])
 
 
 @triton.jit
@@ -126,19 +126,19 @@ def store_values(codes, t, page, head, L: tl.constexpr, TOKENS: tl.constexpr):
     base = page + L.at_v_codes + head * L.head_v_codes
     if L.v_bits == 8:
         d = tl.arange(0, 2 * L.half)
-        keep = (t[:, None] < L.page) & (d[None, :] < L.dim)
+        keep = (t[:, None] < L.page) & within(d[None, :], L.dim, L)
         tl.store(base + t[:, None] * L.dim + d[None, :], codes.to(tl.uint8), mask=keep)
     else:
         nibbles = tl.reshape(codes, (TOKENS, L.half // 8, 2, 8)) << (4 * tl.arange(0, 2)[None, None, :, None])
         packed = tl.reshape(tl.sum(nibbles, 2), (TOKENS, L.half)).to(tl.uint8)
         b = tl.arange(0, L.half)
-        keep = (t[:, None] < L.page) & (b[None, :] < L.dim // 2)
+        keep = (t[:, None] < L.page) & within(b[None, :], L.dim // 2, L)
         tl.store(base + t[:, None] * (L.dim // 2) + b[None, :], packed, mask=keep)
 
 
 @triton.jit
 def load_rows(x, t, channel, token_stride, L: tl.constexpr):
-    valid = (t[:, None] < L.page) & (channel[None, :] >= 0)
+    valid = (t[:, None] < L.page) & real(channel[None, :], L)
     return tl.load(x + t.to(tl.int64)[:, None] * token_stride + channel[None, :], mask=valid, other=0.0), valid
 
 
@@ -211,7 +211,7 @@ def append_rows(
     if to < 0:
         return
     head, d = tl.arange(0, HEADS)[:, None], tl.arange(0, 2 * L.half)[None, :]
-    keep = (head < L.heads) & (d < L.dim)
+    keep = (head < L.heads) & within(d, L.dim, L)
     row = tl.load(token + i).to(tl.int64) * token_stride + head * head_stride + d
     page = open_pages + to.to(tl.int64) * open_stride + tl.load(offset + i) * L.dim + d
     tl.store(page + head * (L.page * L.dim), tl.load(k + row, mask=keep), mask=keep)
