@@ -72,7 +72,12 @@ class Kernels(Protocol):
 
 @functools.cache
 def select_kernels(choice: str) -> Kernels:
-    """`choice`: `auto`, `native` or `torch`. Raises RuntimeError if `native` was asked for and is not there."""
+    """`choice`: `auto`, `native`, `torch` or `triton`. Raises RuntimeError if what was asked for is not there.
+
+    `triton` runs on CUDA tensors, or on the CPU in Triton's interpreter (very slow: for tests).
+    """
+    if choice == "triton" or (choice == "auto" and torch.cuda.is_available()):
+        return _triton_kernels()
     if choice != "torch":
         from .cpu.native import load
 
@@ -87,3 +92,20 @@ def select_kernels(choice: str) -> Kernels:
     from .torch_kernels import TorchKernels
 
     return TorchKernels()
+
+
+def _triton_kernels() -> Kernels:
+    try:
+        from triton import knobs
+
+        from .triton.launch import TritonKernels
+    except ImportError as error:
+        raise RuntimeError(
+            f"ktx.kernels='triton': Triton can't be imported ({error}); install it, or use 'auto'"
+        ) from None
+    if not torch.cuda.is_available() and not knobs.runtime.interpret:
+        raise RuntimeError(
+            "ktx.kernels='triton': torch finds no CUDA device; set ktx.kernels to 'auto' (TRITON_INTERPRET=1 runs these "
+            "kernels on the CPU, for tests)"
+        )
+    return TritonKernels()

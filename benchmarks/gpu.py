@@ -5,8 +5,8 @@
 
 `--all` checks first (against the float64 oracle, and a replayed CUDA graph against an eager step), then times decode
 and prefill steps of one layer against the fastest bf16 attention that is installed: torch's SDPA, flash-attn, and
-KTX's own split-KV kernel on unquantized pages. Steps are whole: scoring, selection, attention, join. Beside them stand the card's
-own ceilings (copy bandwidth, bf16 matmul, copies from pinned memory), all under a cap of 24 GB.
+KTX's own split-KV kernel on unquantized pages. Steps are whole: scoring, selection, attention, join. Beside them stand
+the card's own ceilings (copy bandwidth, bf16 matmul, copies from pinned memory), all under a cap of 24 GB.
 """
 
 from __future__ import annotations

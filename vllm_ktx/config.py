@@ -30,7 +30,8 @@ class KtxConfig:
     key_scale, value_scale: `per_channel`, `per_token` or `per_head`; unset: the format's own.
     rotate_values: Hadamard rotation of values before quantization; unset: the format's own.
     residual_pages: newest sealed pages of a running sequence also kept in the model's dtype; unset: the format's own.
-    kernels: `auto` (native where it was built), `native` (or fail), `torch` (slow; for comparison).
+    kernels: `auto` (on CUDA `triton`, else native where it was built), `native` (or fail), `torch` (slow; for
+        comparison), `triton` (CUDA, or Triton's interpreter).
     attention: `sparse` or `dense`; unset: sparse, except for format `none`, whose pages have no headers to rank.
     window, sinks, scoring, select, coverage, top_k, global_ratio, min_pages, max_pages, share: which pages a query
         reads, see `SparseSettings`; unset: its defaults, scoring by headers where keys have no scales per channel.
@@ -62,7 +63,7 @@ class KtxConfig:
         _choice("format", self.format, (*PRESETS, None))
         _choice("key_scale", self.key_scale, (*SCALE_METHODS, None))
         _choice("value_scale", self.value_scale, (*SCALE_METHODS, None))
-        _choice("kernels", self.kernels, ("auto", "native", "torch"))
+        _choice("kernels", self.kernels, ("auto", "native", "torch", "triton"))
         if self.rotate_values not in (None, True, False):
             raise ValueError(f"ktx.rotate_values={self.rotate_values!r}: use true or false")
         pages = self.residual_pages

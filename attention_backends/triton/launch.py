@@ -71,6 +71,7 @@ class TritonKernels:
     interpreter)."""
 
     name = "triton"
+    pages = False  # attention takes no residency: all pages must be on the device
 
     def __init__(self, blocking: Blocking | None = None, launch: Launcher = launch) -> None:
         """`blocking`: None chooses by head_dim. `launch`: what runs a kernel (`aot.py` records instead)."""
@@ -144,9 +145,13 @@ class TritonKernels:
         dropped: torch.Tensor | None = None,
         pages_read: torch.Tensor | None = None,
         chosen: torch.Tensor | None = None,
+        residency: None = None,
         max_query_len: int | None = None,
     ) -> None:
-        """As `CpuKernels.attention`. `max_query_len`: most tokens of a row, where the caller knows a bound."""
+        """As `CpuKernels.attention`. `max_query_len`: most tokens of a row, where the caller knows a bound.
+
+        Workspaces come from torch's allocator and take at most about `WAVE_BYTES`.
+        """
         if not len(context) or not len(q):
             return
         if k is not None and v is not None:
@@ -251,15 +256,15 @@ class _Step:
         if self.dense and self.dropped is not None:
             self.dropped.zero_()
         if self.dense and self.pages_read is not None:
-            self._count_all_pages()
+            self._count_all_pages(self.pages_read)
 
-    def _count_all_pages(self) -> None:
+    def _count_all_pages(self, pages_read: torch.Tensor) -> None:
         """`pages_read` of a dense step: each token's row's pages."""
         token = torch.arange(self.tokens, device=self.q.device)
         row = torch.searchsorted(self.cu_q[1:].contiguous(), token, right=True).clamp_(max=self.rows - 1)
         size = self.layout.page_size
         counts = (self.context.index_select(0, row) + (size - 1)) // size
-        self.pages_read.copy_(counts.unsqueeze(1).expand(-1, self.L.heads))
+        pages_read.copy_(counts.unsqueeze(1).expand(-1, self.L.heads))
 
     def _plan(self) -> None:
         """Token units and block units, at most as many as the batch's shape allows."""
@@ -332,6 +337,7 @@ class _Step:
         lead: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores, ranks and chooses for a wave of units: lists `[units, heads, cap]` and their lengths."""
+        assert self.headers is not None
         shape, settings, stride = self.L, self.settings, self.pages_stride
         asking = shape.group * samples
         mass, variance = (self._new(units, shape.heads, asking, stride) for _ in range(2))
