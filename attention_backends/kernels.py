@@ -100,12 +100,10 @@ def _triton_kernels() -> Kernels:
 
         from .triton.launch import TritonKernels
     except ImportError as error:
-        raise RuntimeError(
-            f"ktx.kernels='triton': Triton can't be imported ({error}); install it, or use 'auto'"
-        ) from None
+        raise RuntimeError(f"ktx.kernels='triton': Triton can't be imported ({error}): install it") from None
     if not torch.cuda.is_available() and not knobs.runtime.interpret:
         raise RuntimeError(
-            "ktx.kernels='triton': torch finds no CUDA device; set ktx.kernels to 'auto' (TRITON_INTERPRET=1 runs these "
-            "kernels on the CPU, for tests)"
+            "ktx.kernels='triton': torch finds no CUDA device; set ktx.kernels to 'auto' (with TRITON_INTERPRET=1 they "
+            "run on the CPU, for tests)"
         )
     return TritonKernels()

@@ -30,7 +30,7 @@ from vllm_ktx.attention_backends.triton import aot
 from vllm_ktx.attention_backends.triton.launch import TritonKernels
 from vllm_ktx.kv_quant import PageLayout, parse_format
 
-from .problem import SHAPES, Problem, Shape, make_problem
+from .problem import SHAPES, Problem, Shape, fill_pages, make_problem
 
 CAP_BYTES = 24 * 10**9
 CONTEXTS = (8192, 32768, 131072, 1 << 20)
@@ -226,6 +226,15 @@ def ktx_steps(
     }
 
 
+def plain_step(problem: Problem) -> Callable[[], Any]:
+    """KTX's split-KV decode over the same tokens in unquantized pages."""
+    layout = dataclasses.replace(problem.layout, fmt=parse_format("none"))
+    _, pages = fill_pages(layout, problem.keys, problem.values, problem.query_len)
+    inputs = to_device(dataclasses.replace(problem, layout=layout, pages=pages), "cuda")
+    out, kernels = torch.empty_like(inputs["q"]), TritonKernels()
+    return lambda: kernels.attention(layout, out=out, max_query_len=problem.query_len, **inputs)
+
+
 def bytes_read(problem: Problem, settings: SparseSettings, pages_read: float) -> dict[str, float]:
     """Bytes, by the page format's sizes, of a decode step: sparse (headers, plane 0 at `share`, pages), dense bf16."""
     layout, size = problem.layout, problem.layout.page_size
@@ -257,12 +266,10 @@ def step_row(shape: Shape, context: int, query_len: int, settings: SparseSetting
         except RuntimeError as error:  # no kernel of it takes this shape
             row[f"{name}_error"] = str(error).splitlines()[0]
     if query_len == 1:
-        plain = make_problem(shape, "none", context - 1, 1)
-        inputs, out = to_device(plain, "cuda"), torch.empty_like(plain.q, device="cuda")
-        call = graphed(lambda: TritonKernels().attention(plain.layout, out=out, max_query_len=1, **inputs))
-        row["split_kv_bf16_ms"] = timed(call)
+        row["split_kv_bf16_ms"] = timed(graphed(plain_step(problem)))
         row["split_kv_bf16_gb_s"] = row["bf16_bytes"] / row["split_kv_bf16_ms"] / 1e6
-    best = min(row[f"{n}_ms"] for n in ("sdpa", "flash_attn", "split_kv_bf16") if f"{n}_ms" in row)
+    found = [row[f"{n}_ms"] for n in ("sdpa", "flash_attn", "split_kv_bf16") if f"{n}_ms" in row]
+    best = min(found, default=float("nan"))
     row["speedup"] = best / row["ktx_sparse_ms"]
     if query_len > 1:
         flops = 4 * shape.q_heads * shape.head_dim * query_len * (context - query_len / 2)
@@ -298,10 +305,8 @@ def measure_all(seconds: float) -> dict[str, Any]:
         raise SystemExit(f"the kernels are wrong on this card ({wrong or 'replayed graph'}): nothing was timed")
     result["ceilings"] = ceilings()
     result["steps"], result["left_out"] = [], []
-    for shape, context, query_len in [
-        *((llama, c, 1) for c in CONTEXTS), *((llama, c, CHUNK) for c in CONTEXTS[:3]),
-        *((qwen, c, 1) for c in CONTEXTS[:3]), *((qwen, c, CHUNK) for c in CONTEXTS[:3]),
-    ]:  # fmt: skip
+    steps = [(shape, context, n) for context in CONTEXTS[:3] for shape in (llama, qwen) for n in (1, CHUNK)]
+    for shape, context, query_len in [*steps, (llama, CONTEXTS[3], 1)]:
         if time.perf_counter() - start > seconds:
             result["left_out"].append([shape.name, context, query_len])
         else:

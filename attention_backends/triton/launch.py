@@ -32,7 +32,6 @@ SAMPLES = 16  # queries that a block unit asks with, by head: `sparse_pages.SAMP
 WAVE_BYTES = 256 << 20  # estimates held at once
 FRESH_SPLIT = 1024  # own tokens of one split
 PROBE_PAGES = 16
-SCAN_PAGES = 64
 _geometry = functools.lru_cache(maxsize=256)(Geometry.of)
 
 
@@ -46,11 +45,14 @@ class Blocking:
     block_rows: int = 64  # rows (queries x heads) of a prefill program
     block_warps: int = 8
     block_tile: int = 32  # tokens that it multiplies at once
+    scan_pages: int = 64  # pages whose headers one program scores
 
     @classmethod
     def of(cls, shape: Geometry) -> Blocking:
         """What registers hold: half the rows for heads twice as wide, or for float32."""
-        return cls() if shape.dim <= 128 and not shape.exact else cls(block_rows=32, block_tile=16)
+        if shape.dim <= 128 and not shape.exact:
+            return cls()
+        return cls(split_warps=8, block_rows=32, block_tile=16, scan_pages=32)
 
 
 Launcher = Callable[..., None]
@@ -62,7 +64,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 
 def warps_for(elements: int) -> int:
-    """Warps that hold a float32 tile of so many elements in an eighth of their registers."""
+    """Warps whose registers hold a float32 tile of so many elements eight times."""
     return max(4, min(32, power_of_two(elements // 1024)))
 
 
@@ -344,10 +346,10 @@ class _Step:
         padded = max(MIN_ROWS, power_of_two(shape.group) * samples)
         warps = 4 if samples == 1 else 8
         common = {"SAMPLES": samples, "CAP": self.softcap > 0, "L": shape, "num_warps": warps}
-        self.launch(score_headers, (units, shape.heads, -(-self.pages // SCAN_PAGES)),
+        self.launch(score_headers, (units, shape.heads, -(-self.pages // self.blocking.scan_pages)),
             self.q, self.headers, mass, variance, self.cu_q, self.context, self.table, unit_list, self.totals,
             self.q.stride(0), self.headers.stride(0), self.table.stride(0), stride, first, *self.limits, self.scale,
-            self.softcap, M=padded, PAGES=SCAN_PAGES, **common,
+            self.softcap, M=padded, PAGES=self.blocking.scan_pages, **common,
         )  # fmt: skip
         known = self._new(units, shape.heads, asking)
         if samples > 1:

@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[2]
 KERNEL_TESTS = Path(__file__).with_name("test_triton_kernels.py")
 
 
-def in_the_interpreter(*options):
-    """Runs `test_triton_kernels.py` with TRITON_INTERPRET=1, which Triton reads when it is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(KERNEL_TESTS), *options]
+def in_the_interpreter(*options, tests=KERNEL_TESTS):
+    """Runs `tests` with TRITON_INTERPRET=1, which Triton reads when it is imported."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests), *options]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
@@ -42,6 +42,12 @@ def test_kernels_match_the_oracle_in_the_interpreter():
 @pytest.mark.timeout(3600)
 def test_kernels_match_the_oracle_in_the_interpreter_over_wider_shapes():
     assert in_the_interpreter("-m", "slow") >= 15
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_vllm_says_the_same_with_triton_kernels():
+    assert in_the_interpreter(tests=ROOT / "tests" / "e2e" / "test_triton.py") == 2
 
 
 def launches(name, dim, dtype=torch.bfloat16, q_heads=32, kv_heads=8):
