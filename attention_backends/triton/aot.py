@@ -131,8 +131,9 @@ def record(
     kernels.append(layout, k, v, some, some, some, open_pages)
     account: dict[str, Any] = {}
     if sparse is not None:
-        dropped, pages_read = empty(tokens, heads, kind=torch.float32), empty(tokens, heads)
-        account = {"headers": headers, "sparse": sparse, "dropped": dropped, "pages_read": pages_read}
+        dropped, depth = (empty(tokens, heads, kind=torch.float32) for _ in range(2))
+        account = {"headers": headers, "sparse": sparse, "dropped": dropped, "depth": depth}
+        account["pages_read"] = empty(tokens, heads)
     kernels.attention(
         layout, q, k, v, empty(tokens, q_heads, dim, kind=dtype), empty(rows + 1), empty(rows), empty(rows, max_pages),
         empty(blocks), payload, open_pages, dim**-0.5, **account,

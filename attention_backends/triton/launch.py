@@ -147,10 +147,12 @@ class TritonKernels:
         dropped: torch.Tensor | None = None,
         pages_read: torch.Tensor | None = None,
         chosen: torch.Tensor | None = None,
+        depth: torch.Tensor | None = None,
         residency: None = None,
         max_query_len: int | None = None,
     ) -> None:
-        """As `CpuKernels.attention`. `max_query_len`: most tokens of a row, where the caller knows a bound.
+        """As `CpuKernels.attention`. `max_query_len`: most tokens of a row, where the caller knows a bound. `depth`:
+        float32 `[tokens, num_kv_heads]`, share of the candidates whose plane 0 was read.
 
         Workspaces come from torch's allocator and take at most about `WAVE_BYTES`.
         """
@@ -162,7 +164,7 @@ class TritonKernels:
         _Step(
             self.launch, layout, self.blocking or Blocking.of(shape), shape, q, k, v, out, cu_q, context, block_table,
             open_slot, payload, open_pages, float(scale), float(softcap), payload_slot, lse, headers,
-            _checked(layout, sparse, headers), dropped, pages_read, chosen, min(len(q), max_query_len or len(q)),
+            _checked(layout, sparse, headers), dropped, pages_read, chosen, depth, min(len(q), max_query_len or len(q)),
         ).run()  # fmt: skip
 
 
@@ -212,6 +214,7 @@ class _Step:
     dropped: torch.Tensor | None
     pages_read: torch.Tensor | None
     handed: torch.Tensor | None
+    depth: torch.Tensor | None
     max_query: int
 
     def __post_init__(self) -> None:
@@ -255,8 +258,9 @@ class _Step:
                 )  # fmt: skip
             for first in range(0, self.max_blocks, self._wave(SAMPLES)):
                 self._block_wave(first, min(self._wave(SAMPLES), self.max_blocks - first))
-        if self.dense and self.dropped is not None:
-            self.dropped.zero_()
+        for account in (self.dropped, self.depth):
+            if self.dense and account is not None:
+                account.zero_()
         if self.dense and self.pages_read is not None:
             self._count_all_pages(self.pages_read)
 
@@ -386,11 +390,12 @@ class _Step:
         fixed = settings.select != "coverage"
         self.launch(choose_pages, (units, shape.heads),
             mass, variance, codes, known, stats, rank, shares, lists, chosen, lengths, self.dropped, self.pages_read,
-            self.handed, self.cu_q, self.context, unit_list, self.totals, stride, self.cap,
+            self.depth, self.handed, self.cu_q, self.context, unit_list, self.totals, stride, self.cap,
             0 if self.handed is None else self.handed.shape[-1], splits, lead, first, *self.limits,
             self.cap, settings.global_ratio or 0.0, 2.0 if fixed else settings.coverage,
             -1 if fixed else settings.min_pages, JOIN=settings.scoring != "header", HAND_OUT=self.handed is not None,
-            HAS_DROPPED=self.dropped is not None, HAS_READ=self.pages_read is not None, G=power_of_two(shape.group),
+            HAS_DROPPED=self.dropped is not None, HAS_READ=self.pages_read is not None,
+            HAS_DEPTH=self.depth is not None, G=power_of_two(shape.group),
             **ranking,
         )  # fmt: skip
         return chosen, lengths

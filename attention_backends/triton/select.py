@@ -184,13 +184,14 @@ def enough(
 
 @triton.jit
 def choose_pages(
-    mass, variance, codes, known, stats, rank, shares, lists, chosen, lengths, dropped, pages_read, handed, cu_q,
+    mass, variance, codes, known, stats, rank, shares, lists, chosen, lengths, dropped, pages_read, depth, handed, cu_q,
     context,
     units, totals, pages_stride, chosen_stride, handed_stride, num_splits, lead, first_unit,
     window, sink_pages, min_pages, max_pages, ratio, coverage, least,
     R: tl.constexpr, SAMPLES: tl.constexpr, LEAD: tl.constexpr, JOIN: tl.constexpr, N: tl.constexpr,
     SEARCH: tl.constexpr,
-    HAND_OUT: tl.constexpr, HAS_DROPPED: tl.constexpr, HAS_READ: tl.constexpr, G: tl.constexpr, L: tl.constexpr,
+    HAND_OUT: tl.constexpr, HAS_DROPPED: tl.constexpr, HAS_READ: tl.constexpr,
+    HAS_DEPTH: tl.constexpr, G: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """The pages to read, ascending, to `chosen` and their number to `lengths`: grid (units, heads).
 
@@ -208,6 +209,9 @@ def choose_pages(
     num_pages = (length + L.page - 1) // L.page
     taken = 0
     lost = 0.0
+    probed = 0.0
+    if JOIN:  # until here `lengths` says how many pages were probed
+        probed = tl.load(lengths + at).to(tl.float32) / tl.maximum(last - first, 1)
     if last > first:
         r = tl.arange(0, R)
         valid = r < L.group * SAMPLES
@@ -304,6 +308,8 @@ def choose_pages(
     at_token = (start + t) * L.heads + head
     if HAS_DROPPED:
         tl.store(dropped + at_token, lost + t * 0.0)
+    if HAS_DEPTH:
+        tl.store(depth + at_token, probed + t * 0.0)
     if HAS_READ:
         tl.store(pages_read + at_token, num_pages - (last - first) + taken + t * 0)
     if HAND_OUT:

@@ -163,6 +163,7 @@ def run(batch, settings, **changes):
     tokens, heads = len(batch.inputs["q"]), batch.layout.num_kv_heads
     extra = {
         "dropped": torch.full((tokens, heads), -1.0),
+        "depth": torch.full((tokens, heads), -1.0),
         "pages_read": torch.full((tokens, heads), -1, dtype=torch.int32),
         "chosen": torch.full((tokens, heads, 64), -1, dtype=torch.int32),
     }
@@ -196,6 +197,8 @@ def test_sparse_decode(scoring, dtype):
     batch = small_batch([(1, 500), (0, 100), (1, 416), (1, 60)], dtype=dtype)
     extra = check(batch, SparseSettings(**SMALL, scoring=scoring, coverage=0.8), 1.0 if dtype == torch.float32 else 0.9)
     assert extra["pages_read"][2].tolist() == [2], "a short context is read whole"
+    least, most = {"header": (0, 0), "cascade": (0.35, 1), "codes": (1, 1)}[scoring]
+    assert least <= extra["depth"][0, 0] <= most and extra["depth"][2, 0] == 0
 
 
 @pytest.mark.parametrize("fmt", [{}, {"k_bits": 8, "v_bits": 8}, {"k_method": "per_token"}])
@@ -242,7 +245,7 @@ def test_coverage_one_is_dense():
     out, lse, extra = run(batch, SparseSettings(**SMALL, coverage=1.0))
     want, want_lse = batch.expected()
     compare(out, lse, want, want_lse, TOLERANCE[out.dtype], "coverage 1")
-    assert (extra["dropped"] == 0).all()
+    assert (extra["dropped"] == 0).all() and (extra["depth"] == 0).all()
     assert extra["pages_read"].tolist() == [[10], [7], [7], [7]]
 
 
