@@ -32,6 +32,7 @@ from vllm_ktx.kv_quant import PageLayout, parse_format
 
 from .problem import SHAPES, Problem, Shape, fill_pages, make_problem
 
+DEVICE, DTYPE = "cuda", torch.bfloat16
 CAP_BYTES = 24 * 10**9
 CONTEXTS = (8192, 32768, 131072, 1 << 20)
 CHUNK = 8192  # fresh tokens of a prefill step
@@ -70,8 +71,9 @@ def compile_markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def to_device(problem: Problem, device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """`Problem.kernel_inputs` on a device, the model's dtype changed to `dtype`."""
+def to_device(problem: Problem, device: str | None = None, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """`Problem.kernel_inputs` on a device, the model's dtype changed to `dtype`; by default `DEVICE` and `DTYPE`."""
+    device, dtype = device or DEVICE, dtype or DTYPE
 
     def move(x: Any) -> Any:
         return x.to(device, dtype if x.is_floating_point() else x.dtype) if isinstance(x, torch.Tensor) else x
@@ -93,7 +95,7 @@ def correctness(
     context: int,
     query_len: int,
     settings: SparseSettings,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, float]:
     """Relative errors of the dense and the sparse step against the float64 oracle; how far the accounts are off.
 
@@ -121,9 +123,9 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
 def graph_matches(settings: SparseSettings) -> bool:
     """Whether a captured decode step, replayed after its inputs changed, gives what an eager step gives."""
     problem = make_problem(SHAPES["llama-3.1-8b"], "k4v4", 16384, 1)
-    inputs, kernels = to_device(problem, "cuda"), TritonKernels()
+    inputs, kernels = to_device(problem), TritonKernels()
     assert problem.headers is not None
-    headers, out = problem.headers.cuda(), torch.empty_like(inputs["q"])
+    headers, out = problem.headers.to(DEVICE), torch.empty_like(inputs["q"])
 
     def step(to: torch.Tensor) -> None:
         kernels.attention(problem.layout, out=to, headers=headers, sparse=settings, max_query_len=1, **inputs)
@@ -197,9 +199,9 @@ def bf16_baselines(problem: Problem) -> dict[str, Callable[[], Any]]:
     from torch.nn.attention.bias import causal_lower_right
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-    q = problem.q.cuda().transpose(0, 1)[None]
+    q = problem.q.to(DEVICE).transpose(0, 1)[None]
     keys, values = (
-        torch.cat((old, new)).cuda() for old, new in ((problem.keys, problem.k), (problem.values, problem.v))
+        torch.cat((old, new)).to(DEVICE) for old, new in ((problem.keys, problem.k), (problem.values, problem.v))
     )
     k, v = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
     mask = None if problem.query_len == 1 else causal_lower_right(problem.query_len, len(keys))
@@ -216,9 +218,9 @@ def bf16_baselines(problem: Problem) -> dict[str, Callable[[], Any]]:
 def ktx_steps(
     problem: Problem, settings: SparseSettings, used: dict[str, torch.Tensor]
 ) -> dict[str, Callable[[], Any]]:
-    kernels, inputs = TritonKernels(), to_device(problem, "cuda")
+    kernels, inputs = TritonKernels(), to_device(problem)
     assert problem.headers is not None
-    headers, out = problem.headers.cuda(), torch.empty_like(inputs["q"])
+    headers, out = problem.headers.to(DEVICE), torch.empty_like(inputs["q"])
     common = {"out": out, "max_query_len": problem.query_len, **inputs}
     return {
         "ktx_sparse": lambda: kernels.attention(problem.layout, headers=headers, sparse=settings, **used, **common),
@@ -230,7 +232,7 @@ def plain_step(problem: Problem) -> Callable[[], Any]:
     """KTX's split-KV decode over the same tokens in unquantized pages."""
     layout = dataclasses.replace(problem.layout, fmt=parse_format("none"))
     _, pages = fill_pages(layout, problem.keys, problem.values, problem.query_len)
-    inputs = to_device(dataclasses.replace(problem, layout=layout, pages=pages), "cuda")
+    inputs = to_device(dataclasses.replace(problem, layout=layout, pages=pages))
     out, kernels = torch.empty_like(inputs["q"]), TritonKernels()
     return lambda: kernels.attention(layout, out=out, max_query_len=problem.query_len, **inputs)
 
@@ -251,7 +253,7 @@ def step_row(shape: Shape, context: int, query_len: int, settings: SparseSetting
     problem = make_problem(shape, "k4v4", max(0, context - query_len), query_len)
     torch.cuda.reset_peak_memory_stats()
     row: dict[str, Any] = {"shape": shape.name, "context": context, "query_len": query_len}
-    used = account(problem, "cuda")
+    used = account(problem, DEVICE)
     for name, call in ktx_steps(problem, settings, used).items():
         row[f"{name}_ms"] = timed(graphed(call) if query_len == 1 else call)
     row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30

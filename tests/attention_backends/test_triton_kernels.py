@@ -281,10 +281,21 @@ def test_what_can_not_be_served_is_said():
         batch.run(kernels, sparse=SparseSettings(window=64))
 
 
-def test_the_benchmark_checks_what_it_times():
-    """`benchmarks.gpu` runs this check on the card before it times anything."""
-    from benchmarks.gpu import correctness
-    from benchmarks.problem import Shape
+def test_the_benchmark_checks_what_it_times_and_its_steps_run(monkeypatch):
+    """`benchmarks.gpu` on the CPU, as far as it goes: all but the clock."""
+    from benchmarks import gpu
+    from benchmarks.problem import Shape, make_problem
 
-    found = correctness("cpu", Shape("tiny", 2, 1, 32), 700, 1, SparseSettings(64, min_pages=2), torch.float32)
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu, "DTYPE", torch.float32)
+    shape, settings = Shape("tiny", 2, 1, 32), SparseSettings(64, min_pages=2)
+    found = gpu.correctness("cpu", shape, 700, 1, settings)
     assert found["dense"] < 2e-5 and found["sparse"] < 2e-5 and found["dropped"] < 0.03 and found["pages"] == 0
+    problem = make_problem(shape, "k4v4", 300, 1)
+    used = gpu.account(problem, "cpu")
+    steps = [*gpu.ktx_steps(problem, settings, used).values(), gpu.plain_step(problem)]
+    for call in (*steps, *gpu.bf16_baselines(problem).values()):
+        call()
+    assert used["pages_read"].item() >= 2
+    longer = make_problem(shape, "k4v4", 100, 8)
+    assert gpu.bf16_baselines(longer)["sdpa"]().shape == (1, 2, 8, 32)
