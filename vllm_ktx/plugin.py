@@ -57,8 +57,8 @@ def unsupported(vllm_config: Any) -> list[str]:
     model, reasons = vllm_config.model_config, []
     if not current_platform.is_cpu():
         reasons.append(
-            "KTX doesn't serve on CUDA yet (its GPU kernels have been tested without a GPU only, see docs/gpu.md): install "
-            "vLLM's CPU build (KTX_DEVICE=cpu make install), or leave --attention-backend out"
+            "KTX doesn't serve on CUDA yet (its GPU kernels have been tested without a GPU only, see docs/gpu.md): "
+            "install vLLM's CPU build (KTX_DEVICE=cpu make install), or leave --attention-backend out"
         )
     if model.is_encoder_decoder:
         reasons.append("encoder-decoder models have cross attention, which KTX doesn't page")

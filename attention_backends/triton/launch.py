@@ -42,6 +42,7 @@ class Blocking:
     split_pages: int = 8  # of one split of a sparse list
     dense_split_pages: int = 32
     split_warps: int = 4
+    split_stages: int = 3
     block_rows: int = 64  # rows (queries x heads) of a prefill program
     block_warps: int = 8
     block_tile: int = 32  # tokens that it multiplies at once
@@ -52,7 +53,7 @@ class Blocking:
         """What registers hold: half the rows for heads twice as wide, or for float32."""
         if shape.dim <= 128 and not shape.exact:
             return cls()
-        return cls(split_warps=8, block_rows=32, block_tile=16, scan_pages=32)
+        return cls(split_warps=8, split_stages=2, block_rows=32, block_tile=16, scan_pages=16)
 
 
 Launcher = Callable[..., None]
@@ -63,9 +64,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     kernel[grid](*args, **{"enable_fp_fusion": True, **options})
 
 
-def warps_for(elements: int) -> int:
-    """Warps whose registers hold a float32 tile of so many elements eight times."""
-    return max(4, min(32, power_of_two(elements // 1024)))
+def sealing_warps(elements: int) -> int:
+    """Warps that seal a page of so many elements without spilling: at most 64 of them a thread, 32 if there are few."""
+    return 4 if elements <= 4096 else max(8, min(32, power_of_two(elements // 2048)))
 
 
 class TritonKernels:
@@ -101,7 +102,7 @@ class TritonKernels:
         self.launch(seal_pages, (len(blocks), layout.num_kv_heads),
             k, v, src_offsets, blocks, blocks if slots is None else slots, headers, payload, token_stride, head_stride,
             headers.stride(0), payload.stride(0), TOKENS=tokens, L=shape,
-            num_warps=warps_for(tokens * 2 * shape.half), enable_fp_fusion=False,
+            num_warps=sealing_warps(tokens * 2 * shape.half), enable_fp_fusion=False,
         )  # fmt: skip
 
     def append(
@@ -326,7 +327,7 @@ class _Step:
             self._kv_stride(), self.table.stride(0), self.payload.stride(0), self.open_pages.stride(0), self.cap, first,
             *self.limits, fresh, base, splits, self.scale, self.softcap, M=max(MIN_ROWS, self.L.rows),
             SPLIT=self.split_pages, FRESH=FRESH_SPLIT, CHOSEN=listed, HAS_FRESH=fresh > 0, **self.flags,
-            num_warps=self.blocking.split_warps,
+            num_warps=self.blocking.split_warps, num_stages=self.blocking.split_stages,
         )  # fmt: skip
 
     def _kv_stride(self) -> int:
@@ -357,11 +358,11 @@ class _Step:
         )  # fmt: skip
         known = self._new(units, shape.heads, asking)
         if samples > 1:
-            self.launch(known_blocks, (units, shape.heads),
+            self.launch(known_blocks, (units, shape.heads, shape.group),
                 self.q, mass, variance, self.moments, known, self.cu_q, self.context, self.table,
                 self.open_slot, self.open_pages, unit_list, self.totals, self.q.stride(0), self.table.stride(0),
-                self.open_pages.stride(0), stride, first, *self.limits, self.scale, self.softcap, R=padded,
-                CAP=self.softcap > 0, HAS_FRESH=self.k is not None, L=shape, num_warps=warps,
+                self.open_pages.stride(0), stride, first, *self.limits, self.scale, self.softcap,
+                CAP=self.softcap > 0, HAS_FRESH=self.k is not None, L=shape, num_warps=4 if shape.dim <= 128 else 8,
             )  # fmt: skip
         rows = power_of_two(shape.group) * samples
         wide = max(16, min(1024, 4096 // rows))  # pages that a ranking step holds for all rows

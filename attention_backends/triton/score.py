@@ -105,9 +105,9 @@ def score_headers(
 
 
 @triton.jit
-def token_moments(keys, token_stride, first, count, L: tl.constexpr):
-    """Mean and mean squared deviation `[2 * half]` of keys `first .. first + count`, at most 64, natural order."""
-    t = tl.arange(0, BLOCK)
+def token_moments(keys, token_stride, first, count, RUN: tl.constexpr, L: tl.constexpr):
+    """Mean and mean squared deviation `[2 * half]` of keys `first .. first + count`, at most RUN, natural order."""
+    t = tl.arange(0, RUN)
     channel = natural_channels(L)
     keep = (t[:, None] < count) & real(channel[None, :], L)
     x = tl.load(keys + (first + t).to(tl.int64)[:, None] * token_stride + channel[None, :], mask=keep, other=0.0)
@@ -127,7 +127,7 @@ def fresh_moments(
     if unit >= tl.load(totals + 1):
         return
     first = tl.load(cu_q + tl.load(units + 2 * unit)) + tl.load(units + 2 * unit + 1)
-    channel, mean, variance = token_moments(k + head * L.dim, kv_stride, first, BLOCK, L)
+    channel, mean, variance = token_moments(k + head * L.dim, kv_stride, first, BLOCK, BLOCK, L)
     to = moments + (unit * L.heads + head) * 2 * L.dim + channel
     tl.store(to, mean, mask=real(channel, L))
     tl.store(to + L.dim, variance, mask=real(channel, L))
@@ -137,9 +137,9 @@ def fresh_moments(
 def known_blocks(
     q, mass, variance, moments, known, cu_q, context, table, open_slot, open_pages, units, totals,
     q_stride, table_stride, open_stride, pages_stride, first_unit, window, sink_pages, min_pages, scale, softcap,
-    R: tl.constexpr, CAP: tl.constexpr, HAS_FRESH: tl.constexpr, L: tl.constexpr,
+    CAP: tl.constexpr, HAS_FRESH: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """Estimated log-mass of what a block unit reads in any case -> `known` `[unit, head, R]`: grid (units, heads).
+    """Estimated log-mass of what a block unit reads anyway -> `known` `[unit, head, R]`: grid (units, heads, group).
 
     Always-read whole pages by their headers, a partial open page and the fresh tokens before the block by their
     moments.
@@ -154,17 +154,16 @@ def known_blocks(
     first, last = candidates(length, query, window, sink_pages, min_pages, L)
     if first == last:
         return
-    r = tl.arange(0, R)
-    valid = r < L.group * SAMPLES
+    r = tl.program_id(2) * SAMPLES + tl.arange(0, SAMPLES)
     log_page = tl.log2(tl.full((1, 1), L.page, tl.float32)) / LOG2E
     log_block = tl.log2(tl.full((1, 1), BLOCK, tl.float32)) / LOG2E
-    sums = tl.full((R,), float("-inf"), tl.float32)
+    sums = tl.full((SAMPLES,), float("-inf"), tl.float32)
     rows = ((unit * L.heads + head) * (L.group * SAMPLES) + r).to(tl.int64)[:, None] * pages_stride
     always = first + length // L.page - last
     for i in tl.range(0, always, 32, disable_licm=True):
         n = i + tl.arange(0, 32)
         p = tl.where(n < first, n, n - first + last)
-        keep = valid[:, None] & (n < always)[None, :]
+        keep = (r >= 0)[:, None] & (n < always)[None, :]
         a = tl.load(mass + rows + p[None, :], mask=keep, other=float("-inf"))
         v = tl.load(variance + rows + p[None, :], mask=keep, other=0.0)
         sums = log_add(sums, log_sum(log_mass(a, v, log_page), 1))
@@ -172,7 +171,7 @@ def known_blocks(
     token, q_head = asking(r, query, tl.load(cu_q + row), head, SAMPLES, L)
     x = tl.load(
         q + (token.to(tl.int64) * q_stride + q_head * L.dim)[:, None] + channel[None, :],
-        mask=valid[:, None] & real(channel[None, :], L), other=0.0,
+        mask=real(channel[None, :], L), other=0.0,
     ).to(tl.float32) * scale  # fmt: skip
     squares = x * x * VARIANCE_FACTOR
     rest = length % L.page
@@ -180,12 +179,12 @@ def known_blocks(
         slot = tl.load(open_slot + tl.load(table + row.to(tl.int64) * table_stride + length // L.page))
         if slot >= 0:  # always, but for dummy rows
             page = open_pages + slot.to(tl.int64) * open_stride + head * (L.page * L.dim)
-            # In runs of up to 64 tokens, joined as the moments of all of them.
+            # In runs of 16 tokens, joined as the moments of all of them.
             mean = tl.zeros((2 * L.half,), tl.float32)
             spread = tl.zeros((2 * L.half,), tl.float32)
-            for t in tl.range(0, rest, BLOCK, disable_licm=True):
-                n = tl.minimum(rest - t, BLOCK)
-                _, own, var = token_moments(page, L.dim, t, n, L)
+            for t in tl.range(0, rest, 16, disable_licm=True):
+                n = tl.minimum(rest - t, 16)
+                _, own, var = token_moments(page, L.dim, t, n, 16, L)
                 away = own - mean
                 spread += var * n + away * away * (t * n / (t + n))
                 mean += away * (n / (t + n))
@@ -203,7 +202,7 @@ def known_blocks(
             a = soften(tl.dot(x, tl.trans(mean)), softcap, CAP)
             estimate = log_mass(a, tl.dot(squares, tl.trans(var)), log_block)
             sums = log_add(sums, log_sum(tl.where((n < before)[None, :], estimate, float("-inf")), 1))
-    tl.store(known + (unit * L.heads + head) * (L.group * SAMPLES) + r, sums, mask=valid)
+    tl.store(known + (unit * L.heads + head) * (L.group * SAMPLES) + r, sums)
 
 
 @triton.jit
