@@ -48,8 +48,7 @@ def load_queries(q, token, head, valid, q_stride, L: tl.constexpr):
 @triton.jit
 def add_plain(
     q, keys, values, token_stride, t0, count, hidden_after, channel, scale, softcap, peak, total, sums,
-    CAP: tl.constexpr,
-    L: tl.constexpr
+    CAP: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """Attends tokens `t0 ..` below `count` in the model's dtype; row m sees those up to `hidden_after[m]`."""
     t = t0 + tl.arange(0, L.tile)
@@ -75,8 +74,7 @@ def add_sealed(
 @triton.jit
 def attend_split(
     q, k, v, stats, sums, cu_q, context, table, open_slot, payload_slot, payload, open_pages, units, totals, chosen,
-    lengths,
-    q_stride, kv_stride, table_stride, payload_stride, open_stride, chosen_stride,
+    lengths, q_stride, kv_stride, table_stride, payload_stride, open_stride, chosen_stride,
     first_unit, window, sink_pages, min_pages, fresh_splits, base_split, num_splits, scale, softcap,
     M: tl.constexpr, SPLIT: tl.constexpr, FRESH: tl.constexpr, CHOSEN: tl.constexpr,
     HAS_FRESH: tl.constexpr, HAS_SLOTS: tl.constexpr, CAP: tl.constexpr, L: tl.constexpr,
@@ -117,8 +115,8 @@ def attend_split(
             at = start.to(tl.int64) * kv_stride + head * L.dim
             for t in tl.range(t_begin, t_end, TILE, disable_licm=True):
                 _, peak, total, plain = add_plain(
-                    x, k + at, v + at, kv_stride, t, t_end, m * 0 + query, channel, scale, softcap, peak, total,
-                    plain, CAP, L
+                    x, k + at, v + at, kv_stride, t, t_end, m * 0 + query, channel, scale, softcap, peak,
+                    total, plain, CAP, L,
                 )  # fmt: skip
     # All pages' places first, in one go: a chain of dependent loads for each would cost more than its data.
     i = begin + tl.arange(0, SPLIT)
@@ -143,16 +141,14 @@ def attend_split(
                 own = open_pages + at_open * open_stride + head * (L.page * L.dim)
                 keep, peak, total, plain = add_plain(
                     x, own, own + L.heads * L.page * L.dim, L.dim, t0, left, m * 0 + L.page, channel, scale, softcap,
-                    peak,
-                    total, plain, CAP, L,
+                    peak, total, plain, CAP, L,
                 )  # fmt: skip
                 turned = turned * keep[:, None]
             elif L.k_bits == 16:
                 own = page.to(tl.pointer_type(q.dtype.element_ty)) + head * (L.page * L.dim)
                 keep, peak, total, plain = add_plain(
                     x, own, own + L.heads * L.page * L.dim, L.dim, t0, left, m * 0 + L.page, channel, scale, softcap,
-                    peak,
-                    total, plain, CAP, L,
+                    peak, total, plain, CAP, L,
                 )  # fmt: skip
             elif L.rotate:
                 keep, peak, total, turned = add_sealed(
@@ -215,8 +211,7 @@ def merge_splits(
 @triton.jit
 def attend_blocks(
     q, k, v, out, lse, cu_q, context, table, open_slot, payload_slot, payload, open_pages, units, totals, chosen,
-    lengths,
-    q_stride, kv_stride, out_stride, lse_stride, table_stride, payload_stride, open_stride, chosen_stride,
+    lengths, q_stride, kv_stride, out_stride, lse_stride, table_stride, payload_stride, open_stride, chosen_stride,
     first_unit, window, sink_pages, min_pages, scale, softcap,
     M: tl.constexpr, CHOSEN: tl.constexpr, HAS_FRESH: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_LSE: tl.constexpr,
     CAP: tl.constexpr, L: tl.constexpr,
@@ -282,8 +277,7 @@ def attend_blocks(
             for t0 in tl.range(0, PAGE, TILE, disable_licm=True):
                 keep, peak, total, sums = add_plain(
                     x, at, at + L.heads * L.page * L.dim, L.dim, t0, length - p * L.page, m * 0 + L.page, channel,
-                    scale,
-                    softcap, peak, total, sums, CAP, L,
+                    scale, softcap, peak, total, sums, CAP, L,
                 )  # fmt: skip
     if HAS_FRESH:
         at = start.to(tl.int64) * kv_stride + head * L.dim

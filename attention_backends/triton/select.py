@@ -91,8 +91,7 @@ def rank_headers(
     pages_stride, num_splits, lead, first_unit, window, sink_pages, min_pages,
     share, spread_low, spread_high, explained_low, explained_high,
     R: tl.constexpr, SAMPLES: tl.constexpr, LEAD: tl.constexpr, ALL: tl.constexpr, N: tl.constexpr,
-    SEARCH: tl.constexpr,
-    L: tl.constexpr,
+    SEARCH: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """From header scores the log-masses, in place, and the pages whose plane 0 is worth reading: grid (units, heads).
 
@@ -185,12 +184,10 @@ def enough(
 @triton.jit
 def choose_pages(
     mass, variance, codes, known, stats, rank, shares, lists, chosen, lengths, dropped, pages_read, depth, handed, cu_q,
-    context,
-    units, totals, pages_stride, chosen_stride, handed_stride, num_splits, lead, first_unit,
+    context, units, totals, pages_stride, chosen_stride, handed_stride, num_splits, lead, first_unit,
     window, sink_pages, min_pages, max_pages, ratio, coverage, least,
     R: tl.constexpr, SAMPLES: tl.constexpr, LEAD: tl.constexpr, JOIN: tl.constexpr, N: tl.constexpr,
-    SEARCH: tl.constexpr,
-    HAND_OUT: tl.constexpr, HAS_DROPPED: tl.constexpr, HAS_READ: tl.constexpr,
+    SEARCH: tl.constexpr, HAND_OUT: tl.constexpr, HAS_DROPPED: tl.constexpr, HAS_READ: tl.constexpr,
     HAS_DEPTH: tl.constexpr, G: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """The pages to read, ascending, to `chosen` and their number to `lengths`: grid (units, heads).
