@@ -149,7 +149,7 @@ class TritonKernels:
         pages_read: torch.Tensor | None = None,
         chosen: torch.Tensor | None = None,
         depth: torch.Tensor | None = None,
-        residency: None = None,
+        residency: Any = None,
         max_query_len: int | None = None,
     ) -> None:
         """As `CpuKernels.attention`. `max_query_len`: most tokens of a row, where the caller knows a bound. `depth`:
@@ -157,6 +157,8 @@ class TritonKernels:
 
         Workspaces come from torch's allocator and take at most about `WAVE_BYTES`.
         """
+        if residency is not None:
+            raise ValueError("residency: the Triton kernels read pages on the device only (ktx.overcommit must be 1)")
         if not len(context) or not len(q):
             return
         if k is not None and v is not None:
