@@ -99,7 +99,12 @@ class Kernels(Protocol):
 
 @functools.cache
 def select_kernels(choice: str) -> Kernels:
-    """`choice`: `auto`, `native` or `torch`. Raises RuntimeError if `native` was asked for and is not there."""
+    """`choice`: `auto`, `native`, `torch` or `triton`. Raises RuntimeError if what was asked for is not there.
+
+    `triton` runs on CUDA tensors, or on the CPU in Triton's interpreter (very slow: for tests).
+    """
+    if choice == "triton" or (choice == "auto" and torch.cuda.is_available()):
+        return _triton_kernels()
     if choice != "torch":
         from .cpu.native import load
 
@@ -116,10 +121,25 @@ def select_kernels(choice: str) -> Kernels:
     return TorchKernels()
 
 
+def _triton_kernels() -> Kernels:
+    try:
+        from triton import knobs
+
+        from .triton.launch import TritonKernels
+    except ImportError as error:
+        raise RuntimeError(f"ktx.kernels='triton': Triton can't be imported ({error}): install it") from None
+    if not torch.cuda.is_available() and not knobs.runtime.interpret:
+        raise RuntimeError(
+            "ktx.kernels='triton': torch finds no CUDA device; set ktx.kernels to 'auto' (with TRITON_INTERPRET=1 they "
+            "run on the CPU, for tests)"
+        )
+    return TritonKernels()
+
+
 @functools.cache
 def kernels_for(choice: str, fmt: KVFormat) -> Kernels:
     """The kernels that serve `fmt`: `select_kernels(choice)`, or torch's, after one warning, where the native ones
-    don't know a part of it. Raises RuntimeError if `native` was asked for and can't serve it.
+    don't know a part of it. Raises RuntimeError if others were asked for and can't serve it.
     """
     chosen = select_kernels(choice)
     if chosen.name == "torch":
@@ -129,9 +149,9 @@ def kernels_for(choice: str, fmt: KVFormat) -> Kernels:
     missing = unserved(fmt)
     if missing is None:
         return chosen
-    if choice == "native":
+    if choice != "auto":
         raise RuntimeError(
-            f"ktx.kernels='native': the native kernels don't have {missing} (format {fmt.name}: {fmt.scales}). Use the "
+            f"ktx.kernels={choice!r}: these kernels don't have {missing} (format {fmt.name}: {fmt.scales}). Use the "
             "format's own scales, or set ktx.kernels to 'auto' (torch, many times slower)."
         )
     logger.warning(

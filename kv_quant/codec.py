@@ -60,11 +60,11 @@ class KVCacheQuantizer:
         """
         self._check(k, v)
         pages = k.shape[0]
-        payload = torch.zeros(pages, self.layout.payload_bytes, dtype=torch.uint8)
+        payload = torch.zeros(pages, self.layout.payload_bytes, dtype=torch.uint8, device=k.device)
         if not self.layout.fmt.quantized:
             both = torch.cat((k.reshape(pages, -1), v.reshape(pages, -1)), dim=1).contiguous()
             payload[:, : self.layout.dense_bytes] = both.view(torch.uint8)
-            return torch.zeros(pages, 0, dtype=torch.uint8), payload
+            return payload[:, :0], payload
         fmt = self.layout.fmt
         keys, values = sanitize(k), sanitize(v)
         header = self.make_header(keys)

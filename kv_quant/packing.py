@@ -14,7 +14,7 @@ def _pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     per_byte = 8 // bits
     # channel = k*(D/per_byte) + 4*d4 + i
     split = codes.reshape(*lead, tokens, per_byte, dim // per_byte // 4, 4).to(torch.int32)
-    shifts = (torch.arange(per_byte, dtype=torch.int32) * bits).reshape(per_byte, 1, 1)
+    shifts = (torch.arange(per_byte, dtype=torch.int32, device=codes.device) * bits).reshape(per_byte, 1, 1)
     packed = (split << shifts).sum(dim=-3).to(torch.uint8)  # [..., P, D4, 4]
     return packed.transpose(-3, -2).reshape(*lead, -1)
 
@@ -23,7 +23,7 @@ def _unpack_words(packed: torch.Tensor, bits: int, tokens: int, dim: int) -> tor
     lead = packed.shape[:-1]
     per_byte = 8 // bits
     words = packed.reshape(*lead, dim // per_byte // 4, tokens, 4).transpose(-3, -2).to(torch.int32)
-    shifts = (torch.arange(per_byte, dtype=torch.int32) * bits).reshape(per_byte, 1, 1)
+    shifts = (torch.arange(per_byte, dtype=torch.int32, device=packed.device) * bits).reshape(per_byte, 1, 1)
     codes = (words.unsqueeze(-4).transpose(-4, -3) >> shifts) & ((1 << bits) - 1)
     return codes.reshape(*lead, tokens, dim).to(torch.uint8)
 

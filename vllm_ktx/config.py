@@ -78,7 +78,8 @@ class KtxConfig:
     rotate_keys, rotate_values: Hadamard rotation before quantization; unset: the format's own.
     scale_bits: 16, or 8 to store scales and minima in a byte each; unset: 16.
     residual_pages: newest sealed pages of a running sequence also kept in the model's dtype; unset: the format's own.
-    kernels: `auto` (native where it was built), `native` (or fail), `torch` (slow; for comparison).
+    kernels: `auto` (on CUDA `triton`, else native where it was built), `native` (or fail), `torch` (slow; for
+        comparison), `triton` (CUDA, or Triton's interpreter).
     attention: `sparse` or `dense`; unset: sparse, except for format `none`, whose pages have no headers to rank.
     window, sinks, scoring, select, coverage, top_k, global_ratio, min_pages, max_pages, share: which pages a query
         reads, see `SparseSettings`; unset: its defaults, scoring by headers where keys have no scales per channel.
@@ -132,7 +133,7 @@ class KtxConfig:
         _layers_of(self.format)
         _choice("key_scale", self.key_scale, (*SCALE_METHODS, None))
         _choice("value_scale", self.value_scale, (*SCALE_METHODS, None))
-        _choice("kernels", self.kernels, ("auto", "native", "torch"))
+        _choice("kernels", self.kernels, ("auto", "native", "torch", "triton"))
         for name in ("rotate_keys", "rotate_values"):
             if getattr(self, name) not in (None, True, False):
                 raise ValueError(f"ktx.{name}={getattr(self, name)!r}: use true or false")

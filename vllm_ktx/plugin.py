@@ -77,8 +77,8 @@ def unsupported(vllm_config: Any) -> list[str]:
         reasons.append("ktx.weights='prefetch' copies weights to a GPU, and this is vLLM's CPU platform: leave it out")
     if not current_platform.is_cpu():
         reasons.append(
-            "KTX has no CUDA kernels yet: install vLLM's CPU build (KTX_DEVICE=cpu make install), or leave "
-            "--attention-backend out"
+            "KTX doesn't serve on CUDA yet (its GPU kernels have been tested without a GPU only, see docs/gpu.md): "
+            "install vLLM's CPU build (KTX_DEVICE=cpu make install), or leave --attention-backend out"
         )
     if model.is_encoder_decoder:
         reasons.append("encoder-decoder models have cross attention, which KTX doesn't page")

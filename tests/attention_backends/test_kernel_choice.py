@@ -37,5 +37,5 @@ def test_what_native_kernels_lack_is_served_by_torch_and_said(caplog, settings, 
         assert kernels_for("auto", fmt).name == kernels_for("auto", fmt).name == "torch"
     (record,) = caplog.records
     assert f"no native kernels for {part}" in record.getMessage() and "many times slower" in record.getMessage()
-    with pytest.raises(RuntimeError, match=f"native kernels don't have {part}.*set ktx.kernels to 'auto'"):
+    with pytest.raises(RuntimeError, match=f"these kernels don't have {part}.*set ktx.kernels to 'auto'"):
         kernels_for("native", fmt)

@@ -1,0 +1,108 @@
+"""`Geometry`: one page layout and one model's heads as the compile-time constant that every Triton kernel takes.
+
+All numbers come from `PageLayout`, the format description that C++ and torch use too; no kernel knows an offset of its
+own. Frozen and hashable, so that Triton caches one compiled kernel for each. Imports no triton.
+
+Channels have two orders inside the kernels, both padded to powers of two:
+
+    key order     [4][quarter]: channel k * head_dim / 4 + c, as the bit planes hold them (`kv_quant/layout.py`)
+    value order   [2 * half]: INT4 the low, then the high nibbles of a row's bytes; otherwise as they come (natural)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_ktx.kv_quant import PageLayout
+
+METHODS = ("per_channel", "per_token", "per_head")
+MIN_ROWS = 16  # of a tensor core's tile
+_SECTIONS = ("k_scale", "k_min", "k_plane0", "k_plane1", "k_low", "v_scale", "v_min", "v_codes")
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is at least `value`."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes in elements, offsets and strides in bytes.
+
+    `quarter`, `half`: a quarter and half of the channels, padded. `tile`: tokens read at once, a power of two that
+    divides
+    the page. `at_*`, `head_*`: offset of a payload section, and its bytes for one kv head. `*_method`: an index into
+    `METHODS`. `exact`: multiply in float32 (the model's dtype is float32).
+    """
+
+    page: int
+    heads: int
+    group: int
+    dim: int
+    quarter: int
+    half: int
+    tile: int
+    k_bits: int
+    v_bits: int
+    k_method: int
+    v_method: int
+    rotate: bool
+    exact: bool
+    header_head: int
+    at_k_scale: int
+    head_k_scale: int
+    at_k_min: int
+    at_k_plane0: int
+    head_k_plane: int
+    at_k_plane1: int
+    at_k_low: int
+    head_k_low: int
+    at_v_scale: int
+    head_v_scale: int
+    at_v_min: int
+    at_v_codes: int
+    head_v_codes: int
+
+    @classmethod
+    def of(cls, layout: PageLayout, q_heads: int, dtype: torch.dtype) -> Geometry:
+        """Of `layout`'s pages read by `q_heads` query heads of a model in `dtype`. Raises ValueError if they don't
+        fit."""
+        if q_heads % layout.num_kv_heads:
+            raise ValueError(f"query heads: found {q_heads}, needed a multiple of {layout.num_kv_heads} kv heads")
+        fmt, dim, size = layout.fmt, layout.head_dim, layout.page_size
+        at = {name: section.offset for name, section in layout.sections.items()}
+        length = {name: section.head_bytes for name, section in layout.sections.items()}
+        return cls(
+            page=size,
+            heads=layout.num_kv_heads,
+            group=q_heads // layout.num_kv_heads,
+            dim=dim,
+            quarter=power_of_two(dim // 4),
+            half=power_of_two(dim // 2),
+            tile=min(64, size & -size),
+            k_bits=fmt.k_bits,
+            v_bits=fmt.v_bits,
+            k_method=METHODS.index(fmt.k_method),
+            v_method=METHODS.index(fmt.v_method),
+            rotate=fmt.quantized and fmt.v_rotate,
+            exact=dtype == torch.float32,
+            header_head=layout.header_head_bytes,
+            **{f"at_{name}": at.get(name, 0) for name in _SECTIONS},
+            head_k_scale=length.get("k_scale", 0),
+            head_k_plane=length.get("k_plane0", 0),
+            head_k_low=length.get("k_low", 0),
+            head_v_scale=length.get("v_scale", 0),
+            head_v_codes=length.get("v_codes", 0),
+        )
+
+    @property
+    def padded(self) -> bool:
+        """Whether channels are padded; else all of their masks are true, and say so to the compiler."""
+        return self.dim & (self.dim - 1) != 0
+
+    @property
+    def rows(self) -> int:
+        """Query heads of a group, padded."""
+        return power_of_two(self.group)

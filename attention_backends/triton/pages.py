@@ -1,0 +1,250 @@
+"""Device functions that read pages: channel orders, key codes from their bit planes, scores, weighted values, rotation.
+
+The arithmetic keeps codes exact: centred codes are small multiples of 1/2, which fp16 and bf16 hold exactly, and what
+belongs to the minimum and the middle of a code's range is added in float32. So keys with a large offset (Qwen2.5's
+reach 300) lose nothing to the precision of a tensor core's operands.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+PER_CHANNEL = tl.constexpr(0)
+PER_TOKEN = tl.constexpr(1)
+
+
+@triton.jit
+def within(index, count: tl.constexpr, L: tl.constexpr):
+    """`index < count`, known to be true where nothing is padded (loads are then as wide as can be)."""
+    if L.padded:
+        return index < count
+    else:
+        return tl.full(index.shape, 1, tl.int1)
+
+
+@triton.jit
+def real(channel, L: tl.constexpr):
+    """Which of the places that `*_channels` gave hold a channel."""
+    if L.padded:
+        return channel >= 0
+    else:
+        return tl.full(channel.shape, 1, tl.int1)
+
+
+@triton.jit
+def key_channels(L: tl.constexpr):
+    """Channel of each place in key order `[4 * quarter]`; -1 for padding."""
+    j = tl.arange(0, 4 * L.quarter)
+    if L.padded:
+        c = j % L.quarter
+        j = tl.where(c < L.dim // 4, (j // L.quarter) * (L.dim // 4) + c, -1)
+    return j
+
+
+@triton.jit
+def natural_channels(L: tl.constexpr):
+    """`0 .. head_dim - 1`, then -1 for padding."""
+    j = tl.arange(0, 2 * L.half)
+    if L.padded:
+        j = tl.where(j < L.dim, j, -1)
+    return j
+
+
+@triton.jit
+def value_channels(L: tl.constexpr):
+    """Channel of each place in value order `[2 * half]`; -1 for padding."""
+    j = tl.arange(0, 2 * L.half)
+    if L.v_bits == 4:
+        c = j % L.half
+        j = (c // 8) * 16 + c % 8 + 8 * (j // L.half)
+    if L.padded:
+        j = tl.where(j < L.dim, j, -1)
+    return j
+
+
+@triton.jit
+def to_natural(x, ROWS: tl.constexpr, L: tl.constexpr):
+    """`[ROWS, 2 * half]` from value order to natural order."""
+    if L.v_bits == 4:
+        x = tl.permute(tl.reshape(x, (ROWS, 2, L.half // 8, 8)), (0, 2, 1, 3))
+        x = tl.reshape(x, (ROWS, 2 * L.half))
+    return x
+
+
+@triton.jit
+def load_halves(base, index, valid):
+    """fp16 entries of a page as float32."""
+    return tl.load(base.to(tl.pointer_type(tl.float16)) + index, mask=valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def multiply(a, b, L: tl.constexpr):
+    if L.exact:
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        return tl.dot(a, b)
+
+
+@triton.jit
+def plane_at(tokens, c, L: tl.constexpr):
+    """Byte of `[tokens, c]` in a plane of words `[c / 4][page][4]`."""
+    return (c // 4) * (4 * L.page) + tokens * 4 + c % 4
+
+
+@triton.jit
+def key_codes(page, head, t0, L: tl.constexpr):
+    """Key codes int32 `[tile, 4 * quarter]` of tokens `t0 ..` of the payload at `page`."""
+    t = t0 + tl.arange(0, L.tile)
+    c = tl.arange(0, L.quarter)
+    at = head * L.head_k_plane + plane_at(t[:, None], c[None, :], L)
+    valid = within(c[None, :], L.dim // 4, L)
+    high = tl.load(page + L.at_k_plane0 + at, mask=valid, other=0).to(tl.int32)
+    low = tl.load(page + L.at_k_plane1 + at, mask=valid, other=0).to(tl.int32)
+    shift = 2 * tl.arange(0, 4)[None, :, None]
+    codes = (((high[:, None, :] >> shift) & 3) << 2) | ((low[:, None, :] >> shift) & 3)
+    if L.k_bits == 8:
+        part = tl.arange(0, 2)[None, :, None]
+        at = head * L.head_k_low + plane_at(t[:, None, None], part * (L.dim // 4) + c[None, None, :], L)
+        rest = tl.load(page + L.at_k_low + at, mask=valid[:, None, :], other=0).to(tl.int32)
+        rest = (rest[:, None, :, :] >> (4 * tl.arange(0, 2)[None, :, None, None])) & 15
+        codes = (codes << 4) | tl.reshape(rest, (L.tile, 4, L.quarter))
+    return tl.reshape(codes, (L.tile, 4 * L.quarter))
+
+
+@triton.jit
+def centered(codes, bits: tl.constexpr, dtype: tl.constexpr):
+    """Codes less the middle of their range: exact in fp16 and bf16."""
+    return (codes.to(tl.float32) - ((1 << bits) - 1) * 0.5).to(dtype)
+
+
+@triton.jit
+def exact_rows(q, center, L: tl.constexpr):
+    """`q . center` `[M]` in about float32 precision: `center` goes in as two operands of the queries' dtype."""
+    if L.exact:
+        return tl.sum(q * center[None, :], 1)
+    else:
+        high = center.to(q.dtype)
+        low = (center - high.to(tl.float32)).to(q.dtype)
+        column = tl.arange(0, 16)[None, :]
+        both = tl.where(column == 0, high[:, None], tl.where(column == 1, low[:, None], 0.0)).to(q.dtype)
+        return tl.sum(tl.dot(q, both), 1)
+
+
+@triton.jit
+def sealed_scores(q, page, head, t0, FOLD: tl.constexpr, L: tl.constexpr):
+    """`q . key` float32 `[M, tile]` for tokens `t0 ..` of a sealed page; `q` `[M, 4 * quarter]` in the model's dtype.
+
+    `FOLD`: scale the queries instead of the keys, which is less work where there are few of them.
+    """
+    middle: tl.constexpr = ((1 << L.k_bits) - 1) * 0.5
+    codes = centered(key_codes(page, head, t0, L), L.k_bits, q.dtype if not L.exact else tl.float32)
+    scales = page + L.at_k_scale + head * L.head_k_scale
+    minima = page + L.at_k_min + head * L.head_k_scale
+    if L.k_method == PER_CHANNEL:
+        channel = key_channels(L)
+        scale = load_halves(scales, channel, real(channel, L))
+        center = load_halves(minima, channel, real(channel, L)) + middle * scale
+        if FOLD:
+            wide = q.to(tl.float32)
+            s = multiply((wide * scale[None, :]).to(codes.dtype), tl.trans(codes), L)
+            s += tl.sum(wide * center[None, :], 1)[:, None]
+        else:
+            keys = (codes.to(tl.float32) * scale[None, :]).to(codes.dtype)
+            s = multiply(q, tl.trans(keys), L) + exact_rows(q, center, L)[:, None]
+    else:
+        t = t0 + tl.arange(0, L.tile)
+        at = t if L.k_method == PER_TOKEN else t * 0
+        scale = load_halves(scales, at, tl.full(at.shape, 1, tl.int1))
+        center = load_halves(minima, at, tl.full(at.shape, 1, tl.int1)) + middle * scale
+        s = multiply(q, tl.trans(codes), L) * scale[None, :]
+        s += tl.sum(q.to(tl.float32), 1)[:, None] * center[None, :]
+    return s
+
+
+@triton.jit
+def sealed_values(weights, dtype: tl.constexpr, page, head, t0, L: tl.constexpr):
+    """`weights` float32 `[M, tile]` times the (rotated) values of tokens `t0 ..`: float32 `[M, 2 * half]`."""
+    t = t0 + tl.arange(0, L.tile)
+    c = tl.arange(0, L.half)
+    base = page + L.at_v_codes + head * L.head_v_codes
+    if L.v_bits == 4:
+        valid = within(c[None, :], L.dim // 2, L)
+        packed = tl.load(base + t[:, None] * (L.dim // 2) + c[None, :], mask=valid, other=0).to(tl.int32)
+        raw = (packed[:, None, :] >> (4 * tl.arange(0, 2)[None, :, None])) & 15
+        raw = tl.reshape(raw, (L.tile, 2 * L.half))
+    else:
+        d = tl.arange(0, 2 * L.half)
+        valid = within(d[None, :], L.dim, L)
+        raw = tl.load(base + t[:, None] * L.dim + d[None, :], mask=valid, other=0).to(tl.int32)
+    codes = centered(raw, L.v_bits, dtype)
+    middle: tl.constexpr = ((1 << L.v_bits) - 1) * 0.5
+    scales = page + L.at_v_scale + head * L.head_v_scale
+    minima = page + L.at_v_min + head * L.head_v_scale
+    if L.v_method == PER_CHANNEL:
+        channel = value_channels(L)
+        scale = load_halves(scales, channel, real(channel, L))
+        center = load_halves(minima, channel, real(channel, L)) + middle * scale
+        total = multiply(weights.to(dtype), codes, L) * scale[None, :]
+        return total + tl.sum(weights, 1)[:, None] * center[None, :]
+    else:
+        at = t if L.v_method == PER_TOKEN else t * 0
+        scale = load_halves(scales, at, tl.full(at.shape, 1, tl.int1))
+        center = load_halves(minima, at, tl.full(at.shape, 1, tl.int1)) + middle * scale
+        total = multiply((weights * scale[None, :]).to(dtype), codes, L)
+        return total + tl.sum(weights * center[None, :], 1)[:, None]
+
+
+@triton.jit
+def plain_scores(q, keys, token_stride, t0, count, L: tl.constexpr):
+    """`q . key` `[M, tile]` for tokens `t0 ..` below `count`, in the model's dtype, `token_stride` elements apart."""
+    t = t0 + tl.arange(0, L.tile)
+    channel = key_channels(L)
+    at = t.to(tl.int64)[:, None] * token_stride + channel[None, :]
+    k = tl.load(keys + at, mask=(t[:, None] < count) & real(channel[None, :], L), other=0.0)
+    return multiply(q, tl.trans(k), L)
+
+
+@triton.jit
+def plain_values(weights, values, token_stride, t0, count, channel, L: tl.constexpr):
+    """As `sealed_values`, for values in the model's dtype, which are not rotated; in the order of `channel`."""
+    t = t0 + tl.arange(0, L.tile)
+    at = t.to(tl.int64)[:, None] * token_stride + channel[None, :]
+    v = tl.load(values + at, mask=(t[:, None] < count) & real(channel[None, :], L), other=0.0)
+    return multiply(weights.to(v.dtype), v, L)
+
+
+@triton.jit
+def soften(s, softcap, CAP: tl.constexpr):
+    """softcap * tanh(s / softcap), where there is a cap."""
+    if CAP:
+        s = softcap * (2.0 * tl.sigmoid(2.0 * s / softcap) - 1.0)
+    return s
+
+
+@triton.jit
+def online_softmax(s, peak, total):
+    """Weights of scores `[M, n]` (-inf: hidden), and what they make of a running peak and total `[M]`.
+
+    Returns weights, factor for earlier sums, new peak, new total.
+    """
+    fresh = tl.maximum(peak, tl.max(s, 1))
+    base = tl.where(fresh == float("-inf"), 0.0, fresh)
+    weights = tl.exp2((s - base[:, None]) * LOG2E)
+    keep = tl.exp2((peak - base) * LOG2E)
+    return weights, keep, fresh, total * keep + tl.sum(weights, 1)
+
+
+@triton.jit
+def rotate(x, ROWS: tl.constexpr, L: tl.constexpr):
+    """Hadamard rotation of the rows of `x` `[ROWS, 2 * half]` in natural order, its additions paired as in
+    `kv_quant/hadamard.py`."""
+    size: tl.constexpr = L.dim & -L.dim
+    width: tl.constexpr = 2 * L.half
+    for i in tl.static_range(0, 9):  # head_dim is at most 512
+        if (1 << i) < size:
+            pairs = tl.reshape(x, (ROWS, width // (2 << i), 2, 1 << i))
+            low, high = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+            x = tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 1, 3, 2)), (ROWS, width))
+    return x * (size**-0.5)

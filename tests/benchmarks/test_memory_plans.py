@@ -1,0 +1,43 @@
+"""The memory plans: what docs/memory-plans.md says is what the code's sizes give."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import memory_plans
+from benchmarks.memory_plans import MODELS, Plan
+
+LLAMA = MODELS["meta-llama/Llama-3.1-8B-Instruct"]
+
+
+def test_the_document_is_up_to_date():
+    path = Path(__file__).parents[2] / "docs" / "memory-plans.md"
+    assert path.read_text() == memory_plans.document() + "\n", "run python -m benchmarks.memory_plans > docs/..."
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", 8.03),
+        ("Qwen/Qwen2.5-7B-Instruct-1M", 7.62),
+        ("Qwen/Qwen2.5-14B-Instruct-1M", 14.77),
+        ("Qwen/Qwen3-8B", 8.19),
+    ],
+)
+def test_parameters_are_those_that_the_models_publish(name, billions):
+    assert MODELS[name].weights(16) / 2e9 == pytest.approx(billions, abs=0.006)
+
+
+def test_llama_with_128k_tokens_takes_18_gb_with_a_hot_pool():
+    assert Plan(LLAMA, 16, 131072).tiered < 18.05e9
+
+
+def test_a_decode_step_reads_a_twentieth_of_bf16_up_to_a_number_of_chosen_pages():
+    dense = 131072 * 2 * 8 * 128 * 2
+    assert dense / sum(memory_plans.bytes_of_a_step(51)) >= 20
+    assert dense / sum(memory_plans.bytes_of_a_step(128)) < 20
+
+
+def test_the_workspace_is_the_launchers():
+    launch = pytest.importorskip("vllm_ktx.attention_backends.triton.launch")
+    assert memory_plans.WORKSPACE == launch.WAVE_BYTES
