@@ -347,7 +347,7 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         if overcommit > 1 and not self.kernels.pages:
             raise ValueError(
                 f"ktx.overcommit needs the native kernels, and these are {self.kernels.name}: set ktx.overcommit to 1, "
-                "or install a C++ compiler and reinstall vllm-ktx"
+                "use the format's own scales, or install a C++ compiler and reinstall vllm-ktx"
             )
         if overcommit > 1:
             _compat.wrap_model_runner()  # before it makes the cache

@@ -198,7 +198,7 @@ def million(args: argparse.Namespace) -> dict[str, Any]:
         device = dense // 16
         ktx = {"format": "k4v4", "window": 1024, "max_pages": 32, "scoring": "header"}
         ktx |= {"host_gib": dense / 16 / GIB, "disk_gib": dense / 2 / GIB, "disk_dir": args.disk}
-        options = {"dtype": "bfloat16", "load_format": "dummy"}
+        options = {"dtype": "bfloat16", "load_format": "dummy", "enable_prefix_caching": True}
         setup = engine.Engine(folder, args.tokens + args.decode + 8, ktx, 4096, 1, device, options)
         ran = engine.run(setup, read_and_go_on, args.tokens, args.decode)
     counters = {key: value for key, value in ran.counters.items() if key.startswith("tier_")}
@@ -208,13 +208,30 @@ def million(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_and_go_on(llm: Any, tokens: int, decode: int) -> dict[str, Any]:
+    """Reads all tokens and decodes; then comes back to the first half, as an earlier turn of a chat would."""
     import random
+
+    from vllm import SamplingParams
+
+    from vllm_ktx.metrics import STATS
 
     ids = random.Random(0).choices(range(512), k=tokens)
     marks: list[float] = []
     start = time.perf_counter()
     out = stream(llm, ids, decode, lambda: marks.append(time.perf_counter()))
+    read = time.perf_counter()
+    early = tokens // 2 // 64 * 64 + 1  # its window has long left the device
+    fetched = STATS.tier_fetched_bytes
+    again = llm.generate(
+        {"prompt_token_ids": ids[:early]}, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False
+    )
     return {
+        "early_turn": {
+            "tokens": early,
+            "from_the_cache": again[0].num_cached_tokens,
+            "seconds": round(time.perf_counter() - read, 2),
+            "fetched_bytes": STATS.tier_fetched_bytes - fetched,
+        },
         "decoded": len(out),
         "ttft_s": round(marks[0] - start, 1),
         "decode_tok_s": round((len(marks) - 1) / (marks[-1] - marks[0]), 2),
