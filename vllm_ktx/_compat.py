@@ -162,35 +162,3 @@ def wrap_model_runner() -> None:
     GPUModelRunner.initialize_kv_cache = initialize_kv_cache  # type: ignore[method-assign]
     GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign]
     GPUModelRunner._ktx_wrapped = True  # type: ignore[attr-defined]
-    _limit_recomputes()
-
-
-def _limit_recomputes(most: int = 3) -> None:
-    """A request whose blocks are lost more than `most` times ends with an error; vLLM alone would try for ever.
-
-    Also keeps lost blocks, and those behind them, from other requests: vLLM leaves them in the prefix cache, and lets a
-    running request that shares them go on before they are computed again.
-    """
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    original = Scheduler._handle_invalid_blocks
-
-    @functools.wraps(original)
-    def handle_invalid_blocks(self: Any, lost: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
-        affected = original(self, lost, num_scheduled_tokens)
-        tries: dict[str, int] = self.__dict__.setdefault("_ktx_tries", {})
-        void: set[int] = set()
-        for req_id in affected:
-            request, (blocks,) = self.requests[req_id], self.kv_cache_manager.get_block_ids(req_id)
-            first = next(i for i, block in enumerate(blocks) if block in lost)
-            request.num_computed_tokens = min(request.num_computed_tokens, first * self.block_size)
-            void.update(blocks[first:])
-            tries[req_id] = tries.get(req_id, 0) + 1
-            if tries[req_id] > most:
-                self.grammar_compile_error_reqs.add(req_id)  # ends it with finish_reason "error"
-        self.kv_cache_manager.evict_blocks(void)
-        for req_id in [req_id for req_id in tries if req_id not in self.requests]:
-            del tries[req_id]
-        return affected
-
-    Scheduler._handle_invalid_blocks = handle_invalid_blocks  # type: ignore[method-assign]

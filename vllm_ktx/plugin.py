@@ -112,9 +112,10 @@ def apply_defaults(vllm_config: Any) -> None:
     config, scheduler = ktx_config(vllm_config), vllm_config.scheduler_config
     generates = vllm_config.model_config.runner_type == "generate" and scheduler.enable_chunked_prefill
     generates &= getattr(vllm_config, "diffusion_config", None) is None  # which have a scheduler of their own
-    if config.scheduler == "length_grouped" and scheduler.scheduler_cls is None and generates:
-        kind = "AsyncLengthGroupedScheduler" if scheduler.async_scheduling else "LengthGroupedScheduler"
-        scheduler.scheduler_cls = f"vllm_ktx.scheduler.{kind}"
+    grouped, tiered = config.scheduler == "length_grouped", config.host_gib + config.disk_gib > 0
+    if (grouped or tiered) and scheduler.scheduler_cls is None and generates:
+        kind = "LengthGroupedScheduler" if grouped else "StockScheduler"
+        scheduler.scheduler_cls = f"vllm_ktx.scheduler.{'Async' if scheduler.async_scheduling else ''}{kind}"
     if config.weights == "prefetch":
         _prefetch_weights(vllm_config.offload_config)
 

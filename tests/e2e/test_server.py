@@ -1,5 +1,6 @@
 """`vllm serve --attention-backend ktx` as a user starts it, asked over HTTP."""
 
+import http.client
 import json
 import os
 import signal
@@ -8,8 +9,10 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.e2e
@@ -21,17 +24,17 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def server(smollm2, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
+@contextmanager
+def serving(model, folder: Path, ktx: dict, kv_bytes: int):
+    """A server's address, log and process."""
     port, log = free_port(), folder / "log"
     (folder / "prometheus").mkdir()
     command = [
         str(Path(sys.executable).parent / "vllm"),
-        *("serve", str(smollm2), "--served-model-name", "smollm2", "--attention-backend", "ktx"),
-        *("--additional-config", json.dumps({"ktx": {"format": "k4v4"}})),
+        *("serve", str(model), "--served-model-name", "smollm2", "--attention-backend", "ktx"),
+        *("--additional-config", json.dumps({"ktx": ktx})),
         *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "2048"),
-        *("--kv-cache-memory-bytes", str(128 << 20), "--max-num-seqs", "4"),
+        *("--kv-cache-memory-bytes", str(kv_bytes), "--max-num-seqs", "4"),
     ]
     env = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -48,13 +51,19 @@ def server(smollm2, tmp_path_factory):
             except OSError:
                 assert process.poll() is None and time.time() < deadline, log.read_text()[-3000:]
                 time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}", log
+        yield f"http://127.0.0.1:{port}", log, process
     finally:
         process.send_signal(signal.SIGINT)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def server(smollm2, tmp_path_factory):
+    with serving(smollm2, tmp_path_factory.mktemp("server"), {"format": "k4v4"}, 128 << 20) as (base, log, _):
+        yield base, log
 
 
 def ask(base: str, path: str, body: dict | None = None) -> str:
@@ -98,3 +107,36 @@ def test_start_up_log_states_plan_and_capacity(server):
     log = server[1].read_text()
     assert "KTX memory plan" in log and "k4v4 (keys per_channel, values per_token + Hadamard)" in log
     assert "KV cache size: " in log
+
+
+@pytest.mark.parametrize("how", ["the worker is killed", "the server is told to end"])
+def test_under_load_nothing_hangs_and_no_file_is_left(smollm2, tmp_path, how):
+    """A request larger than the device, its pages on disk, when the end comes."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    ktx = {"format": "k4v4", "window": 256, "min_pages": 2, "host_gib": 0.05, "disk_gib": 0.1, "disk_dir": str(disk)}
+    with serving(smollm2, tmp_path, ktx, 10_000_000) as (base, log, process):
+        assert "pages for each that the device holds" in log.read_text()
+        every = psutil.Process(process.pid).children(recursive=True)
+        (worker,) = [child for child in every if any(str(disk) in link for link in links(child.pid))]
+        assert os.listdir(disk) == []
+        body = {"prompt": "Count: " + " ".join(map(str, range(400))), "max_tokens": 500, "stream": True}
+        data = json.dumps({"model": "smollm2", "temperature": 0, "ignore_eos": True, **body}).encode()
+        request = urllib.request.Request(base + "/v1/completions", data, {"Content-Type": "application/json"})
+        answer = urllib.request.urlopen(request, timeout=60)
+        for _ in range(4):
+            assert answer.readline()
+        worker.kill() if how == "the worker is killed" else process.terminate()
+        try:
+            rest = answer.read().decode()
+        except (OSError, http.client.HTTPException) as error:
+            rest = f"error: {error}"
+        assert "error" in rest or "[DONE]" not in rest, "a stream that was cut must not look complete"
+        process.wait(60)
+        assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+    assert os.listdir(disk) == []
+
+
+def links(pid: int) -> list[str]:
+    folder = Path(f"/proc/{pid}/fd")
+    return [os.readlink(link) for link in folder.iterdir() if link.is_symlink()]

@@ -57,3 +57,14 @@ def test_a_layers_spec_is_still_customized_without_its_name():
     assert "layer_name" not in inspect.getsource(inspect.unwrap(Attention.get_kv_cache_spec))
     source = inspect.getsource(GPUModelRunner.get_kv_cache_spec)
     assert source.index("attn_module.get_kv_cache_spec(") < source.index("customize_attention_spec(")
+
+
+def test_lost_blocks_still_travel_to_the_scheduler_as_a_connectors_do():
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    sample = inspect.getsource(inspect.unwrap(GPUModelRunner.sample_tokens))
+    assert "kv_connector_output = self.kv_connector_output" in sample
+    update = inspect.getsource(Scheduler.update_from_output)
+    assert "self._handle_invalid_blocks(" in update and "set(self.grammar_compile_error_reqs)" in update
+    assert "self.recompute_kv_load_failures = True" in inspect.getsource(Scheduler.__init__)

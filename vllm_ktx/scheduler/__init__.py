@@ -20,7 +20,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("LengthGroupedScheduler", "AsyncLengthGroupedScheduler"):
+    if name.removeprefix("Async") in ("LengthGroupedScheduler", "StockScheduler"):
         from . import schedulers
 
         return getattr(schedulers, name)

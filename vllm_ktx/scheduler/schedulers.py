@@ -20,6 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from .._compat import selects_ktx
 from ..plugin import ktx_config
 from .batcher import LengthGroupedBatcher, Row
+from .recompute import RecomputesLostBlocks
 
 
 def tokens_read(vllm_config: Any) -> Callable[[int], int] | None:
@@ -93,7 +94,7 @@ class LengthGroupedQueue(RequestQueue):
         return request.priority if self._by_priority else 0
 
 
-class _LengthGrouped(Scheduler):
+class _LengthGrouped(RecomputesLostBlocks, Scheduler):
     """What both schedulers add to vLLM's."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -134,3 +135,11 @@ class LengthGroupedScheduler(_LengthGrouped):
 
 class AsyncLengthGroupedScheduler(_LengthGrouped, AsyncScheduler):
     """The same with asynchronous scheduling (vLLM's choice on CUDA)."""
+
+
+class StockScheduler(RecomputesLostBlocks, Scheduler):
+    """vLLM's own, for engines with pages off the device (`ktx.scheduler="stock"`)."""
+
+
+class AsyncStockScheduler(RecomputesLostBlocks, AsyncScheduler):
+    """vLLM's own asynchronous one, for engines with pages off the device."""
