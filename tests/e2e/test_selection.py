@@ -44,7 +44,7 @@ OFFLINE = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len":
     ("ktx", "options", "message"),
     [
         ({"fromat": "k4v4"}, {}, "ktx.fromat is not a setting of KTX; did you mean 'format'"),
-        ({"format": "k4v5"}, {}, "ktx.format='k4v5': use one of none, k8v8, k8v4, k4v4; did you mean"),
+        ({"format": "k4v5"}, {}, "ktx.format='k4v5': use one of none, k8v8, k8v4, k4v4, auto; did you mean"),
         ({"residual_pages": -1}, {}, "ktx.residual_pages=-1: use a whole number from 0 to 16"),
         ({"format": "k8v8"}, {"kv_cache_dtype": "int4_per_token_head"}, "contradicts --kv-cache-dtype"),
         ({}, {"block_size": 48}, "--block-size 48: KTX needs a multiple of 32"),
@@ -72,7 +72,7 @@ def test_bad_settings_fail_at_start_up(tmp_path, ktx, options, message):
             {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 128},
             "sliding window",
         ),
-        ({"head_dim": 24}, "head_size not supported"),
+        ({"head_dim": 24}, "head_dim 24: must be a multiple of 16"),
         (
             {
                 "architectures": ["DeepseekV2ForCausalLM"],
