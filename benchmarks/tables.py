@@ -44,7 +44,7 @@ def insert(text: str, tables: str) -> str:
 
 
 def render() -> str:
-    parts = [end_to_end(), kernels(), quality(), selection()]
+    parts = [end_to_end(), small_device(), pools(), contexts(), kernels(), quality(), selection()]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -77,6 +77,77 @@ def end_to_end() -> str:
     head = ["retrieval model", "needles found", "time to first token", "decode", "KV bytes, of bf16"]
     note = f"Against stock vLLM in the same run, {documents[0]['threads']} threads. {source(documents[0])}"
     return f"**One long request, end to end**\n\n{table(head, rows)}\n\n{note}"
+
+
+def small_device() -> str:
+    """One request whose keys and values exceed the device, against an engine that has the room."""
+    documents = [d for d in load("retrieval-*.json") if "resident" in d]
+    rows = []
+    for d in documents:
+        whole, tiers = d["resident"], "disk" if "disk_dir" in d["ktx"] else "host memory"
+        rows.append(
+            [
+                f"{d['context']:,} tokens, `{d['format']}`, the rest in {tiers}",
+                f"{d['device_bytes'] / 2**20:.1f} MiB, {d['device_bytes'] / d['kv_bytes_bf16']:.1%} of bf16",
+                f"{d['accuracy']:.0%} of {d['needles']}, {'the same' if d['same_tokens'] else 'OTHER'} tokens",
+                f"{d['ttft_s']:.1f} against {whole['ttft_s']:.1f} s",
+                f"{d['decode_tok_s']:.0f} against {whole['decode_tok_s']:.0f} tokens/s",
+            ]
+        )
+    if not rows:
+        return ""
+    head = ["retrieval model", "device memory", "needles found", "time to first token", "decode"]
+    refused = f"Stock vLLM with that memory: *{documents[0]['stock_with_this_memory'].split('. ')[0]}*."
+    note = f"Against KTX with everything on the device, in the same run. {refused} {source(documents[0])}"
+    return f"**Larger than the device**\n\n{table(head, rows)}\n\n{note}"
+
+
+def pools() -> str:
+    """What a hot pool of one, two, three steps' pages costs in steady decoding."""
+    rows = []
+    for d in load("tiers-steady*.json"):
+        where = "disk" if "disk_dir" in d["tiers"] else "host memory"
+        for name, row in d["pools"].items():
+            if row["slots"] is None:
+                continue
+            rows.append(
+                [
+                    f"{name} a step's {d['budget_pages']:.0f} pages: {row['slots']} of {d['blocks']} ({where})",
+                    f"{row['hit_rate']:.1%}",
+                    f"{row['stall_share']:.1%}",
+                    f"{row['cpu_ms_ratio']:.2f}x CPU, {row['wall_ms_ratio']:.2f}x wall",
+                    "yes" if row["same_tokens"] else "NO",
+                ]
+            )
+    if not rows:
+        return ""
+    first = load("tiers-steady*.json")[0]
+    head = ["hot pool, SmolLM2", "hits", "time stalled", "time a token, of resident", "same text"]
+    note = f"Decoding behind {first['tokens']:,} tokens of English. {source(first)}"
+    return f"**The hot pool**\n\n{table(head, rows)}\n\n{note}"
+
+
+def contexts() -> str:
+    """Several long requests at once, and a million tokens."""
+    lines = []
+    for d in load("tiers-concurrent.json"):
+
+        def of(name: str, d: dict[str, Any] = d) -> str:
+            return f"{d[name]['seconds']:.0f} s, {d[name]['preemptions']:.0f} preemptions, {d[name]['right']} right"
+
+        lines.append(
+            f"- {d['requests']} requests of {d['tokens']:,} tokens at once on {d['device_bytes'] / 2**20:.0f} MiB, which "
+            f"hold one in bf16: {of('ktx')}; stock vLLM {of('stock')} (**{d['ratio_seconds']:.1f}x**). {source(d)}"
+        )
+    for d in load("tiers-million.json"):
+        early, dense, device = d["early_turn"], d["kv_bytes_bf16"] / 1e9, d["device_bytes"] / 1e6
+        lines.append(
+            f"- {d['tokens']:,} tokens of a synthetic model ({dense:.1f} GB of bf16 keys and values) on a device of "
+            f"{device:.0f} MB: read in {d['ttft_s']:.0f} s, then {d['decode_tok_s']:.0f} tokens/s, peak RSS "
+            f"{d['peak_rss_gib']:.1f} GiB. Back at its first half, {early['from_the_cache']:,} tokens come from the "
+            f"tiers: answered in {early['seconds']:.1f} s. {source(d)}"
+        )
+    return "\n".join(lines)
 
 
 def kernels() -> str:
