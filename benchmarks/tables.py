@@ -137,7 +137,7 @@ def contexts() -> str:
 
         lines.append(
             f"- {d['requests']} requests of {d['tokens']:,} tokens at once on {d['device_bytes'] / 2**20:.0f} MiB, "
-            f"which hold one in bf16: {of('ktx')}; stock vLLM {of('stock')} (**{d['ratio_seconds']:.1f}x**). {source(d)}"
+            f"which hold one in bf16: {of('ktx')}; stock {of('stock')} (**{d['ratio_seconds']:.1f}x**). {source(d)}"
         )
     for d in load("tiers-million.json"):
         early, dense, device = d["early_turn"], d["kv_bytes_bf16"] / 1e9, d["device_bytes"] / 1e6
