@@ -16,7 +16,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -169,6 +169,7 @@ class KTXMetadata(AttentionMetadata):
     seal_fresh: tuple[torch.Tensor, torch.Tensor] | None  # first token (int64), block
     seal_open: tuple[torch.Tensor, torch.Tensor] | None  # slot (int64), block
     tiers: Tiers | None = None  # where not all pages are resident
+    lost: set[int] = field(default_factory=set)  # blocks that couldn't be had in this step
 
     def count_votes(self, chosen: torch.Tensor) -> torch.Tensor:
         """int64 `[num_blocks]`: how often each block is in the lists of `chosen` int32 `[tokens, kv_heads, any]`."""
@@ -177,14 +178,15 @@ class KTXMetadata(AttentionMetadata):
         blocks = self.block_table[row[token], chosen[chosen >= 0].long()]
         return torch.bincount(blocks.long(), minlength=len(self.open_slot))
 
-    def drop_context(self, blocks: set[int]) -> None:
-        """Rows that read one of `blocks` are computed without their context from now on: vLLM computes them again."""
+    def drop_context(self, blocks: set[int]) -> bool:
+        """Rows that read one of `blocks` are computed without their context from now on: vLLM computes them again.
+        Returns whether there was one that still had its context."""
+        self.lost |= blocks
         pages = -(-self.context.long() // self.layout.page_size)
         lost = torch.isin(self.block_table, torch.tensor(sorted(blocks), dtype=self.block_table.dtype))
         rows = (lost & (torch.arange(self.block_table.shape[1]) < pages[:, None])).any(1)
-        if not rows.any():
-            raise RuntimeError(f"blocks {sorted(blocks)} were read by no row of the step")
         self.context = torch.where(rows, 0, self.context)
+        return bool(rows.any())
 
 
 class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
@@ -212,6 +214,7 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         self.tiers: Tiers | None = None
         self._close_tiers: Callable[[], Any] = lambda: None
         self._open_pages: OpenPages | None = None
+        self._bound = (0, 0)  # address and blocks of the cache
         STATS.publish()
         log_memory_plan(
             vllm_config, self.layout, len(layer_names), self._capacity(1 << 30), self.sparse, self.tier_plan
@@ -231,8 +234,10 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         """The map of open pages and the tiers, made anew when vLLM binds another cache (a profiling cache comes first
         on CUDA). Raises CapacityError if the tiers can't be had."""
         context = self.vllm_config.compilation_config.static_forward_context
-        num_blocks = context[self.layer_names[0]].kv_cache.shape[0]
-        if self._open_pages is None or len(self._open_pages.slot_of) != num_blocks:
+        first = context[self.layer_names[0]].kv_cache
+        num_blocks = first.shape[0]
+        if self._open_pages is None or self._bound != (first.data_ptr(), num_blocks):
+            self._bound = first.data_ptr(), num_blocks
             size, residual = self.layout.page_size, self.layout.fmt.residual_pages
             self._open_pages = OpenPages(num_blocks, self._capacity(num_blocks), size, residual, self._draft_tokens())
             if self.tier_plan.overcommit > 1:
@@ -243,8 +248,8 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         self._close_tiers()
         names = sorted(self.layer_names, key=layer_index)
         memory = [carve(context[name].kv_cache, self.layout)[0] for name in names]
-        alone = self.vllm_config.parallel_config.world_size == 1
-        self.tiers = tiers = Tiers(self.tier_plan, self.layout, num_blocks, memory, self.trace, alone)
+        ranks = self.vllm_config.parallel_config.world_size
+        self.tiers = tiers = Tiers(self.tier_plan, self.layout, num_blocks, memory, self.trace, ranks)
         self._close_tiers = weakref.finalize(self, tiers.close)  # threads and file go with the engine
         for warning in tiers.warnings:
             logger.warning("KTX: %s", warning)
@@ -266,11 +271,11 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         prefilling = None if common.is_prefilling is None else common.is_prefilling.numpy()
         plan = pages.plan(cu_q.numpy(), context.numpy(), table.numpy(), prefilling)
         if self.tiers is not None:
-            begun = plan.append[plan.append[:, 2] == 0, 1]  # open slots whose blocks held something else before
-            STATS.record_tiers(self.tiers.begin_step(table[:, 0].numpy().tobytes(), pages.block_of[begun]))
+            begun = pages.block_of[plan.append[plan.append[:, 2] == 0, 1]]  # blocks that held something else before
+            STATS.record_tiers(self.tiers.begin_step(table[:, 0].numpy().tobytes(), begun[begun >= 0]))
         if self.counts_steps:
             STATS.record_step(cu_q.numpy(), context.numpy(), pages.take_stats())
-        return KTXMetadata(
+        meta = KTXMetadata(
             num_tokens=common.num_actual_tokens,
             cu_q=cu_q,
             context=context,
@@ -282,6 +287,10 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
             **self._sparse_step(cu_q, context),
             **_plan_tensors(plan),
         )
+        if self.tiers is not None and (homeless := self.tiers.take_homeless()):
+            self.tiers.note_faults(homeless)
+            meta.drop_context(homeless)
+        return meta
 
     def _sparse_step(self, cu_q: torch.Tensor, context: torch.Tensor) -> dict[str, Any]:
         """The step's share of sparse attention: none where every row reads all its pages anyway."""
@@ -396,7 +405,8 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
                     votes = self._attend_sparse(attend, out, memory, meta, index)
                 break
             except TierFault as fault:  # costs the rows that need the page; the others are computed as ever
-                memory.lose(meta, fault)
+                if not memory.lose(meta, fault):
+                    raise
         if self.pages is not None:
             self.pages.end(start, votes)
         STATS.attention_calls += 1
@@ -510,14 +520,15 @@ class _LayerMemory:
         if meta.seal_open is not None:
             self._seal_slots(kernels, meta, *meta.seal_open)
 
-    def lose(self, meta: KTXMetadata, fault: TierFault) -> None:
-        """Pages that can't be had: their blocks are void, and the rows that read them go without their context."""
+    def lose(self, meta: KTXMetadata, fault: TierFault) -> bool:
+        """Pages that can't be had: their blocks are void, and the rows that read them go without their context. Returns
+        whether there was such a row."""
         assert meta.tiers is not None
         blocks = {page.block for page in fault.faults.values()}
         logger.error("KTX: %s; the requests that read it are computed again", fault)
         STATS.tier_faults += len(blocks)
         meta.tiers.note_faults(blocks)
-        meta.drop_context(blocks)
+        return meta.drop_context(blocks)
 
     def _seal(
         self,
@@ -551,6 +562,9 @@ class _LayerMemory:
     def _reopen(self, meta: KTXMetadata) -> None:
         quantizer = KVCacheQuantizer(meta.layout)
         for slot, block in meta.reopen:
+            if block in meta.lost:  # in an earlier layer
+                self.open_pages[slot] = 0
+                continue
             try:
                 at = block if self.pages is None else self.pages.slot_of(block)
             except TierFault as fault:

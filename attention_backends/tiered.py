@@ -30,7 +30,7 @@ from ..offload import (
     Trace,
     check_capacity,
 )
-from ..offload.capacity import GIB
+from ..offload.capacity import GIB, look
 from ..offload.page_table import RESIDENT
 from ..offload.tiers import SCORING, allocate_host
 from ..tiering import TierPlan, page_spec
@@ -39,8 +39,8 @@ from .kernels import MIN_WAVE
 
 class Tiers:
     """The pages of an engine's rank: slots in `memory` (uint8 `[num_slots, payload_bytes]` a layer, in layer order)
-    above host memory and disk. alone: no other rank has pages of the same blocks. Raises CapacityError, naming settings
-    and numbers, if they can't hold `num_blocks`."""
+    above host memory and disk. ranks: how many of an engine share the machine and the blocks. Raises CapacityError,
+    naming settings and numbers, if they can't hold `num_blocks`."""
 
     def __init__(
         self,
@@ -49,10 +49,12 @@ class Tiers:
         num_blocks: int,
         memory: list[torch.Tensor],
         trace: Trace | None = None,
-        alone: bool = True,
+        ranks: int = 1,
     ) -> None:
         spec = page_spec(layout, len(memory), num_blocks)
-        verdict = check_capacity(spec, plan.host_bytes / GIB, plan.disk_bytes / GIB, plan.disk_dir)
+        machine = look(plan.disk_dir)
+        machine = replace(machine, ram=_part(machine.ram, ranks), disk=_part(machine.disk, ranks))
+        verdict = check_capacity(spec, plan.host_bytes / GIB, plan.disk_bytes / GIB, plan.disk_dir, machine)
         if not verdict.ok:
             raise CapacityError("KTX: " + "; ".join(verdict.errors))
         self.warnings = list(verdict.warnings)
@@ -66,7 +68,7 @@ class Tiers:
         if plan.disk_bytes:
             on_disk = replace(spec, num_blocks=min(num_blocks, max(1, verdict.disk_blocks)))
             disk = DiskTier(on_disk, plan.disk_dir)  # type: ignore[arg-type]
-        self.spec, self.trace, self._alone = spec, trace, alone
+        self.spec, self.trace, self._alone = spec, trace, ranks == 1
         self.store = TieredStore(spec, plan.host_bytes - plane_bytes, disk)
         wave = max(MIN_WAVE, len(memory[0]) * 7 // 8)
         self.pool = HotPool(spec, memory, self.store, plan.eviction, trace=trace, wave=wave)
@@ -78,6 +80,7 @@ class Tiers:
             planes = torch.from_numpy(allocate_host(num_blocks, spec.scoring_bytes)) if plane_bytes else None
             self.layers.append(LayerPages(self, layer, slots, planes))
         self._faults: set[int] = set()
+        self._homeless: set[int] = set()
 
     def begin_step(self, batch: Hashable, begun: npt.NDArray[np.int32] | None = None) -> PoolStats:
         """A step of the rows that `batch` identifies begins, in which the blocks `begun` `[n]` get new content; returns
@@ -94,6 +97,16 @@ class Tiers:
         self._faults |= blocks
         self.pool.forget(sorted(blocks))
 
+    def note_homeless(self, blocks: npt.NDArray[np.int32]) -> None:
+        """New pages of `blocks` found no room: they are lost from the next step on, when vLLM counts them as
+        computed."""
+        self._homeless.update(blocks.tolist())
+
+    def take_homeless(self) -> set[int]:
+        """Blocks noted so since the last call."""
+        homeless, self._homeless = self._homeless, set()
+        return homeless
+
     def take_faults(self) -> set[int]:
         """Blocks that were lost since the last call."""
         faults, self._faults = self._faults, set()
@@ -102,6 +115,10 @@ class Tiers:
     def close(self) -> None:
         self.pool.close()
         self.store.close()
+
+
+def _part(size: int | None, ranks: int) -> int | None:
+    return None if size is None else size // ranks
 
 
 class LayerPages:
@@ -161,6 +178,7 @@ class LayerPages:
             try:
                 slots = self._pool.allocate(self.layer, unique)
             except PoolFull:
+                self._tiers.note_homeless(unique)
                 continue
             yield torch.arange(start, start + len(some)), torch.from_numpy(slots[where])
             if self.scoring is not None:

@@ -174,6 +174,10 @@ class _Frames(Tier):
         if len(fresh) > (found := len(self._clean_frames(len(fresh)))):
             self._clean(max(len(fresh) - found, CLEAN_BATCH))
         with self._lock:
+            again = self._frame_of[pages[fresh]].astype(np.int64)  # a read may have promoted one meanwhile
+            self._enter(again[again >= 0])
+            frames[fresh[again >= 0]] = again[again >= 0]
+            fresh = fresh[again < 0]
             taken = self._take(len(fresh), pages[fresh])
             frames[fresh[: len(taken)]] = taken
         return frames
@@ -193,7 +197,8 @@ class _Frames(Tier):
         """Gives up to `count` clean frames to pages; in use by the caller; the lock is held."""
         frames = self._clean_frames(count)
         old = self._page_of[frames]
-        self._frame_of[old[old >= 0]] = -1
+        owned = (old >= 0) & (self._frame_of[old] == frames)
+        self._frame_of[old[owned]] = -1
         self._page_of[frames] = pages[: len(frames)]
         self._frame_of[pages[: len(frames)]] = frames
         self._enter(frames)

@@ -90,6 +90,13 @@ def unsupported(vllm_config: Any) -> list[str]:
         reasons.append("a KV connector (--kv-transfer-config) would move pages without their open copies: remove it")
     if getattr(model.hf_text_config, "attention_chunk_size", None):
         reasons.append("chunked local attention (Llama 4) attends in chunks that KTX doesn't know")
+    config = ktx_config(vllm_config)
+    if config.host_gib + config.disk_gib > 0 and model.runner_type != "generate":
+        reasons.append(
+            f"a {model.runner_type} model can't be told of lost pages: leave ktx.host_gib and ktx.disk_gib out"
+        )
+    if config.host_gib + config.disk_gib > 0 and getattr(vllm_config, "use_v2_model_runner", False):
+        reasons.append("vLLM's V2 model runner can't be told of lost pages: set VLLM_USE_V2_MODEL_RUNNER=0")
     if vllm_config.cache_config.kv_cache_dtype_skip_layers:
         reasons.append("--kv-cache-dtype-skip-layers is not served: give layers formats of their own by ktx.format")
     speculative = vllm_config.speculative_config
@@ -112,12 +119,27 @@ def apply_defaults(vllm_config: Any) -> None:
     config, scheduler = ktx_config(vllm_config), vllm_config.scheduler_config
     generates = vllm_config.model_config.runner_type == "generate" and scheduler.enable_chunked_prefill
     generates &= getattr(vllm_config, "diffusion_config", None) is None  # which have a scheduler of their own
-    grouped, tiered = config.scheduler == "length_grouped", config.host_gib + config.disk_gib > 0
-    if (grouped or tiered) and scheduler.scheduler_cls is None and generates:
+    grouped, tiered = config.scheduler == "length_grouped" and generates, config.host_gib + config.disk_gib > 0
+    if (grouped or tiered) and scheduler.scheduler_cls is None:
         kind = "LengthGroupedScheduler" if grouped else "StockScheduler"
         scheduler.scheduler_cls = f"vllm_ktx.scheduler.{'Async' if scheduler.async_scheduling else ''}{kind}"
+    elif tiered:
+        _check_scheduler(scheduler)
     if config.weights == "prefetch":
         _prefetch_weights(vllm_config.offload_config)
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    """A scheduler of the user's own must do with lost pages what KTX's do."""
+    from .scheduler.recompute import RecomputesLostBlocks
+
+    found = scheduler.get_scheduler_cls()
+    if not issubclass(found, RecomputesLostBlocks):
+        raise ValueError(
+            f"--scheduler-cls {found.__name__} doesn't compute lost pages again, which pages off the device need: "
+            "leave it out, derive it from vllm_ktx.scheduler.recompute.RecomputesLostBlocks, or leave ktx.host_gib and "
+            "ktx.disk_gib out"
+        )
 
 
 def _prefetch_weights(offload: Any) -> None:

@@ -87,12 +87,13 @@ def plan_tiers(
     overcommit = config.overcommit
     if not isinstance(overcommit, (int, float)):
         overcommit = _auto(plan, layout, num_layers, device_bytes, blocks)
+    page = layout.tiered_page_bytes(overcommit)
     if overcommit > 1 and blocks is not None:
-        _check_slots(overcommit, layout, blocks, blocks * layout.tiered_page_bytes(overcommit), num_layers)
+        _check_slots(overcommit, layout, blocks, blocks * page, f"{int(MIN_SLOTS * overcommit) + 1} blocks or more")
     elif overcommit > 1 and device_bytes is not None:
         layer_bytes = device_bytes // num_layers
-        blocks = layer_bytes // layout.tiered_page_bytes(overcommit)
-        _check_slots(overcommit, layout, blocks, layer_bytes, num_layers)
+        enough = num_layers * page * (int((MIN_SLOTS + 1) * overcommit) + 1)  # more memory also means more blocks
+        _check_slots(overcommit, layout, layer_bytes // page, layer_bytes, f"--kv-cache-memory-bytes {enough} or more")
     return replace(plan, overcommit=float(overcommit))
 
 
@@ -131,13 +132,12 @@ def _warn(line: str) -> None:
     logger.warning(line)
 
 
-def _check_slots(overcommit: float, layout: PageLayout, blocks: int, layer_bytes: int, num_layers: int) -> None:
+def _check_slots(overcommit: float, layout: PageLayout, blocks: int, layer_bytes: int, fix: str) -> None:
     slots = layout.num_slots(blocks, layer_bytes)
     if slots < MIN_SLOTS:
-        need = num_layers * (MIN_SLOTS * layout.payload_bytes + blocks * layout.header_bytes)
         raise ValueError(
             f"ktx.overcommit={overcommit:.4g} leaves {max(slots, 0)} slots a layer on the device, at least {MIN_SLOTS} "
-            f"are needed: lower ktx.overcommit, or raise --kv-cache-memory-bytes to {need} or more"
+            f"are needed: lower ktx.overcommit, or give {fix}"
         )
 
 

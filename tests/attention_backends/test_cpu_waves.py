@@ -85,13 +85,14 @@ def test_dense(bits, dtype):
     same(make_batch(MIXED, make_format(*bits), dtype=dtype), limits=(16, 50))
 
 
-@pytest.mark.parametrize("page_size", [32, 64, 128, 256])
+@pytest.mark.parametrize("page_size", [32, 64, 96, 128, 160, 224, 256])
 @pytest.mark.parametrize(("heads", "dim"), [((1, 1), 64), ((8, 1), 80), ((4, 4), 96), ((6, 2), 128), ((5, 1), 256)])
 def test_page_sizes_heads_and_dims(page_size, heads, dim):
     rows = [(1, 5000), (130, 4200), (2, 4097), (40, 4095)]
     batch = make_batch(rows, page_size=page_size, q_heads=heads[0], kv_heads=heads[1], dim=dim, page_spread=0.5)
-    same(batch, limits=(16, 33), isas=ISAS[:1])
-    same(batch, SparseSettings(**{**SMALL, "sinks": page_size}), limits=(16, 33), isas=ISAS[:1])
+    same(batch, limits=(16, 18, 33), isas=ISAS[:1])
+    settings = SparseSettings(**{**SMALL, "window": -(-256 // page_size) * page_size, "sinks": page_size})
+    same(batch, settings, limits=(16, 18, 33), isas=ISAS[:1])
 
 
 @pytest.mark.parametrize("scoring", ["header", "cascade", "codes"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 MOST_TRIES = 3
@@ -10,25 +11,31 @@ MOST_TRIES = 3
 class RecomputesLostBlocks:
     """For a scheduler class of vLLM, before it in the bases.
 
-    vLLM computes requests again whose blocks a worker calls invalid, as often as that happens, leaves those blocks in
-    the prefix cache, and lets a running request that shares one go on before it is there. Here a request ends with an
-    error after `MOST_TRIES` times, nobody else finds the blocks meanwhile, and all that share one compute it again.
+    vLLM lets requests whose blocks a worker calls invalid compute those again in place, as often as that happens, while
+    the prefix cache and other running requests go on using them. Here such a request is preempted instead: what
+    lies before its first lost block comes from the prefix cache, the rest is computed into blocks of its own, and
+    nobody ever reads a block that is half old. Without any progress it is tried `MOST_TRIES` times, the last time from
+    its first token, and then ends with an error.
     """
 
-    _tries: dict[str, int] | None = None
+    _tries: dict[str, tuple[int, int]] | None = None  # request -> tries since it had so many tokens
 
     def _handle_invalid_blocks(self: Any, lost: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
         affected = super()._handle_invalid_blocks(lost, num_scheduled_tokens)  # type: ignore[misc]
-        tries = self._tries or {}
-        void: set[int] = set()
-        for req_id in affected:
-            request, (blocks,) = self.requests[req_id], self.kv_cache_manager.get_block_ids(req_id)
-            first = next(i for i, block in enumerate(blocks) if block in lost)
-            request.num_computed_tokens = min(request.num_computed_tokens, first * self.block_size)
+        tries, void, now = self._tries or {}, set(lost), time.monotonic()
+        preempted = [request for request in self.running if request.request_id in affected]
+        for request in preempted:
+            (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
+            before, tokens = tries.get(request.request_id, (0, -1))
+            count = before + 1 if tokens == request.num_tokens else 1
+            tries[request.request_id] = count, request.num_tokens
+            first = 0 if count >= MOST_TRIES else next(i for i, block in enumerate(blocks) if block in lost)
             void.update(blocks[first:])
-            tries[req_id] = tries.get(req_id, 0) + 1
-            if tries[req_id] > MOST_TRIES:
-                self.grammar_compile_error_reqs.add(req_id)  # vLLM ends these with finish_reason "error"
+            if count > MOST_TRIES:
+                self.grammar_compile_error_reqs.add(request.request_id)  # vLLM ends these with finish_reason "error"
         self.kv_cache_manager.evict_blocks(void)
-        self._tries = {req_id: count for req_id, count in tries.items() if req_id in self.requests}
+        self.running = [request for request in self.running if request.request_id not in affected]
+        for request in reversed(preempted):  # each goes before the others that wait
+            self._preempt_request(request, now)
+        self._tries = {req_id: seen for req_id, seen in tries.items() if req_id in self.requests}
         return affected

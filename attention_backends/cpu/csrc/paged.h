@@ -11,10 +11,17 @@ namespace KTX_NS {
 
 constexpr int64_t kGroupBytes = 64 << 20;  // of what the blocks of a group keep
 
+// Pages behind which a tile ends too: at most 8, sizes being multiples of 32.
+KTX_INLINE int tile_pages(int page_size) {
+  int pages = 1;
+  while (pages * page_size % kTile) pages++;
+  return page_size % kTile == 0 ? 1 : pages;
+}
+
 struct PagedBlocks {
   const AttentionArgs& a;
   Waves& waves;
-  const int step = max_of(1, kTile / a.layout->page_size);  // pages of a tile, which no wave may part
+  const int step = tile_pages(a.layout->page_size);  // no wave may part these
   Block* blocks = nullptr;
   BlockChoice* choices = nullptr;
   Sweep* sweeps = nullptr;
