@@ -28,10 +28,14 @@ struct PagedBlocks {
   float** states = nullptr;
   int num_blocks = 0;
 
-  // Bytes that a block keeps: its sums, its list, its estimates.
+  // Whether blocks choose without asking for pages: then a thread does it at once, in its own memory.
+  const bool at_once = !a.sparse || a.sparse->scoring == kScoreHeader || a.residency->scoring;
+
+  // Bytes that a block keeps: its sums, its list, its estimates if it has to wait with them.
   int64_t bytes_of(const Block& b) const {
     BlockChoice choice(a, b.row, b.kv_head, b.q_begin, b.q_end);
-    return 4 * (b.state_floats(a) + choice.pages + 64 + (choice.count ? choice.lay_out(nullptr) + 64 : 0));
+    const bool waits = choice.count && !at_once;
+    return 4 * (b.state_floats(a) + choice.pages + 64 + (waits ? choice.lay_out(nullptr) + 64 : 0));
   }
 
   int most_blocks() const { return max_of(1, waves.limit() / (2 * step)); }
@@ -48,21 +52,9 @@ struct PagedBlocks {
       states[i] = reinterpret_cast<float*>(take(b.state_floats(a)));
       b.list = reinterpret_cast<int32_t*>(take(choices[i].pages));
       sweeps[i] = {nullptr, b.row, choices[i].first, 0, 0, 0};
-      if (choices[i].count) sweeps[i].list = reinterpret_cast<int32_t*>(take(choices[i].lay_out(nullptr)));
+      if (choices[i].count && !at_once) sweeps[i].list = reinterpret_cast<int32_t*>(take(choices[i].lay_out(nullptr)));
     }
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int i = 0; i < num_blocks; i++) {
-      if (!choices[i].count) continue;
-      int32_t* probes = blocks[i].list + choices[i].first;
-      float* memory_of_choice = reinterpret_cast<float*>(const_cast<int32_t*>(sweeps[i].list));
-      sweeps[i].count = choices[i].estimate(memory_of_choice, probes, thread_workspace());
-      sweeps[i].list = probes;
-    }
-    while (waves.next(sweeps, num_blocks, 1, true)) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-      for (int i = 0; i < num_blocks; i++)
-        if (choices[i].count) choices[i].probe(sweeps[i].list, sweeps[i].at, sweeps[i].to, thread_workspace());
-    }
+    if (!at_once) probe(threads);
     if (waves.failed()) return;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int i = 0; i < num_blocks; i++) begin(i, thread_workspace());
@@ -86,10 +78,27 @@ struct PagedBlocks {
     }
   }
 
+  // Estimates by headers, then by plane 0, whose pages come in waves.
+  void probe(int threads) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+    for (int i = 0; i < num_blocks; i++) {
+      if (!choices[i].count) continue;
+      int32_t* probes = blocks[i].list + choices[i].first;
+      float* memory = reinterpret_cast<float*>(const_cast<int32_t*>(sweeps[i].list));
+      sweeps[i].count = choices[i].estimate(memory, probes, thread_workspace());
+      sweeps[i].list = probes;
+    }
+    while (waves.next(sweeps, num_blocks, 1, true)) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+      for (int i = 0; i < num_blocks; i++)
+        if (choices[i].count) choices[i].probe(sweeps[i].list, sweeps[i].at, sweeps[i].to, thread_workspace());
+    }
+  }
+
   void begin(int i, Workspace& ws) {
     Block& b = blocks[i];
-    const int n = choices[i].count ? choices[i].choose_into(b.list, b.list + choices[i].first, ws)
-                                   : choices[i].take_all(b.list);
+    const int n = at_once || !choices[i].count ? block_pages(choices[i], b.list, ws)
+                                               : choices[i].choose_into(b.list, b.list + choices[i].first, ws);
     b.sort_pages(a, n, ws);
     sweeps[i] = {b.list, b.row, 0, b.num_sealed, 0, 0};
     b.with_prefill(a, states[i], ws, [&](auto& prefill, auto dt) { prefill.template begin<dt.value>(); });
