@@ -141,14 +141,16 @@ class HotPool:
         """
         wanted, parts = self._blocks(layer, blocks), self._parts(parts)
         with self._lock:
-            slots = self._table.slot_of[layer, wanted]
-            if (slots >= 0).all() and (self._table.have[layer, slots] & parts == parts).all():
-                return []
             wanted = np.unique(wanted)
             room = self._queue_pages - self._moves.queued()
             fetches, left_out = self._moves.request(layer, wanted, parts, max(room, 0), hold=False)
             self._moves.stats.prefetch_dropped += left_out
             return self._moves.enqueue(fetches)
+
+    def has(self, layer: int, blocks: Ints) -> bool:
+        """Whether whole pages of `blocks` int64 `[n]`, known to be in range, are all there or on their way."""
+        slots = self._table.slot_of[layer, blocks]
+        return bool((slots >= 0).all()) and bool((self._table.have[layer, slots] == self.spec.all_parts).all())
 
     def cancel(self, fetches: Sequence[Fetch]) -> None:
         """Takes back what wasn't begun yet; the rest arrives as if nothing had happened."""

@@ -49,7 +49,8 @@ class LayerPipeline:
             blocks = self._last[after]
             if blocks is not None and not self._asked[after]:
                 self._asked[after] = True
-                self._running[after] = self._pool.fetch(after, blocks, self._parts)
+                if not self._pool.has(after, blocks):  # what nearly every step finds
+                    self._running[after] = self._pool.fetch(after, blocks, self._parts)
 
     def chosen(self, layer: int, blocks: npt.ArrayLike) -> None:
         """`layer` read these blocks at this step, the best first: what doesn't fit a wave isn't asked for again."""
