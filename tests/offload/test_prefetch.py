@@ -16,6 +16,9 @@ class Recorder:
         self.asked: list[tuple[int, list[int]]] = []
         self.cancelled: list[int] = []
 
+    def has(self, layer, blocks):
+        return False
+
     def fetch(self, layer, blocks, parts):
         self.asked.append((layer, blocks.tolist()))
         return [Fetch(layer, blocks, blocks, parts)]
@@ -74,3 +77,13 @@ def test_none_ahead_asks_for_nothing() -> None:
 def test_a_pipeline_longer_than_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match="4 layers ahead of 4"):
         LayerPipeline(Recorder(), 4, ahead=4)
+
+
+def test_what_is_all_there_is_not_asked_for():
+    pool = Recorder()
+    pool.has = lambda layer, blocks: True
+    pipeline = LayerPipeline(pool, 2, ahead=1)
+    pipeline.begin_step(b"a")
+    pipeline.chosen(1, [3, 4])
+    pipeline.before_layer(0)
+    assert not pool.asked
