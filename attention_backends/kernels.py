@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ class Residency(Protocol):
     limit: int
     scoring: torch.Tensor | None
     slots: tuple[int, int, int, int, int] | None
+    native: Any  # what the native kernels keep with it; None at first. The other attributes don't change after that
 
     def bring(self, blocks: npt.NDArray[np.int32], scoring: bool) -> None:
         """Makes the pages of `blocks` `[n]`, distinct, readable through `payload_slot` until the next call; `scoring`:

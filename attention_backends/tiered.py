@@ -126,7 +126,7 @@ class LayerPages:
 
     def __init__(self, tiers: Tiers, layer: int, slots: torch.Tensor, scoring: torch.Tensor | None) -> None:
         self._tiers, self._pool, self.layer = tiers, tiers.pool, layer
-        self._slots, self.scoring = slots, scoring
+        self._slots, self.scoring, self.native = slots, scoring, None
         self.limit = tiers.pool.wave
         self._batch = max(1, len(slots) // 4)  # new pages at a time: while some are filled others are written back
         self.slot_table = tiers.pool.slot_table(layer)

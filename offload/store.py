@@ -69,6 +69,10 @@ class TieredStore(Tier):
 
     def _split(self, pages: Ints, call: Callable[[Tier, Ints, Ints], None]) -> None:
         """Calls for the pages of each home, with their addresses there and their positions in the batch."""
+        if self._home_blocks == self.spec.num_blocks:
+            assert self._home is not None
+            call(self._home, pages, np.arange(len(pages)))
+            return
         layers, blocks = np.divmod(pages, self.spec.num_blocks)
         at_home = blocks < self._home_blocks
         faults: dict[int, PageFault] = {}

@@ -147,6 +147,7 @@ class Transfers:
                 if faults := self._void(layer, wanted):
                     return faults
                 own, short = self.request(layer, wanted, parts, len(wanted), hold=True)
+                asked = len(own)
                 others = self._under_way(layer, wanted, own)
                 if not own and not others and not short:
                     return {}
@@ -157,7 +158,7 @@ class Transfers:
                 self._run(fetch)
                 faults |= {block: why for block, why in fetch.faults.items() if block in wanted}
             faults |= self._await_others(others, wanted, end)
-            if faults:
+            if faults or not (others or short or len(own) > asked):  # what was taken over may be a part
                 return faults
 
     def await_room(self, layer: int, count: int, end: float) -> None:

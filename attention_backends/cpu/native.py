@@ -115,18 +115,31 @@ def _check_bytes(name: str, data: torch.Tensor, needed: int) -> None:
 
 
 class _Bringer:
-    """`Residency.bring` as C calls it: exceptions are kept for the caller of the kernel."""
+    """A residency as C sees it, made once for each. What `bring` raises is kept for the caller of the kernel."""
 
-    def __init__(self, residency: Residency) -> None:
-        self.error: BaseException | None = None
+    def __init__(self, residency: Residency, layout: PageLayout, num_blocks: int) -> None:
+        _need(residency.limit >= MIN_WAVE, "residency.limit", residency.limit, f"at least {MIN_WAVE}")
+        planes = residency.scoring
+        if planes is not None:
+            _check_bytes("residency.scoring", planes, layout.scoring_bytes)
         self._bring = residency.bring
-        self.function = abi.BRING(self._call)
+        self._error: BaseException | None = None
+        self._function = abi.BRING(self._call)  # lives as long as the struct that points to it
+        self.struct = abi.Residency(
+            self._function, None, residency.limit, num_blocks, _ptr(planes), 0 if planes is None else planes.stride(0),
+            *(residency.slots or (None, None, None, 0, 0)),
+        )  # fmt: skip
+
+    def reraise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _call(self, context: Any, blocks: Any, count: int, scoring: int) -> int:
         try:
             self._bring(np.ctypeslib.as_array(blocks, (count,)), bool(scoring))
         except BaseException as error:
-            self.error = error
+            self._error = error
             return 1
         return 0
 
@@ -303,19 +316,13 @@ class CpuKernels:
         )  # fmt: skip
         if sparse is not None:
             args.sparse = pointer(self._sparse_args(layout, sparse, headers, dropped, pages_read, chosen, depth))
+        caller = None
         if residency is not None:
-            _need(residency.limit >= MIN_WAVE, "residency.limit", residency.limit, f"at least {MIN_WAVE}")
-            caller = _Bringer(residency)
-            planes, slots = residency.scoring, residency.slots
-            if planes is not None:
-                _check_bytes("residency.scoring", planes, layout.scoring_bytes)
-            args.residency = pointer(abi.Residency(
-                caller.function, None, residency.limit, len(open_slot), _ptr(planes),
-                0 if planes is None else planes.stride(0), *(slots or (None, None, None, 0, 0)),
-            ))  # fmt: skip
+            caller = residency.native = residency.native or _Bringer(residency, layout, len(open_slot))
+            args.residency = pointer(caller.struct)
         code = self._library.ktx_attention(byref(args))
-        if residency is not None and caller.error is not None:
-            raise caller.error
+        if caller is not None:
+            caller.reraise()
         if code:
             raise RuntimeError(f"ktx_attention returned {code} for {layout}")
 

@@ -29,7 +29,7 @@ class Pool:
         self.payload = torch.full((limit, self.source.shape[1]), 0xAB, dtype=torch.uint8)
         self.payload_slot = torch.full_like(self.open_slot, -1)
         self.waves, self.brought, self.probed = 0, 0, 0
-        self.scoring, self.slots = None, None
+        self.scoring, self.slots, self.native = None, None, None
         if planes:
             self.scoring = torch.full((len(self.home), self.scoring_bytes + 64), 0xAB, dtype=torch.uint8)
             self.scoring[:, : self.scoring_bytes] = self.source[self.home.long(), : self.scoring_bytes]
