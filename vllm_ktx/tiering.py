@@ -36,13 +36,16 @@ class TierPlan:
     scores_codes: bool  # pages are scored by their codes, whose first plane is worth keeping in host memory
 
     def blocks_held(self, layout: PageLayout, num_layers: int) -> int:
-        """Blocks that host memory and disk hold together, their scoring planes in host memory if it has the room."""
+        """Blocks that host memory and disk hold together, their scoring planes in host memory: if it holds those of
+        most blocks on disk, as many as it does, if of fewer, none."""
         one = page_spec(layout, num_layers, 1)
         on_disk = self.disk_bytes // DiskTier.file_bytes(one)
         plane = num_layers * one.scoring_bytes
         left = self.host_bytes - on_disk * plane
         if self.scores_codes and left >= 0:
             return on_disk + left // (one.total_bytes + plane)
+        if self.scores_codes and 2 * self.host_bytes >= on_disk * plane:
+            return self.host_bytes // plane
         return on_disk + self.host_bytes // one.total_bytes
 
     def plane_bytes(self, spec: PageSpec) -> int:

@@ -57,6 +57,13 @@ def test_ranks_share_and_planes_stay_out_where_there_is_no_room():
     disk = plan(1, disk_gib=30, disk_dir="/tmp")
     assert disk.plane_bytes(page_spec(LAYOUT, LAYERS, 1000)) == 0
     assert plan(1, host_gib=2, scoring="header").plane_bytes(page_spec(LAYOUT, LAYERS, 10)) == 0
+    most = plan(1, host_gib=7, disk_gib=30, disk_dir="/tmp")  # the disk could hold more than has planes in 7 GiB
+    blocks = most.blocks_held(LAYOUT, LAYERS)
+    assert 0.9 < most.plane_bytes(page_spec(LAYOUT, LAYERS, blocks)) / (7 * GIB) <= 1
+    assert 0.5 < blocks / disk.blocks_held(LAYOUT, LAYERS) < 1
+    few = plan(1, host_gib=1, disk_gib=30, disk_dir="/tmp")
+    assert few.blocks_held(LAYOUT, LAYERS) > disk.blocks_held(LAYOUT, LAYERS)
+    assert few.plane_bytes(page_spec(LAYOUT, LAYERS, few.blocks_held(LAYOUT, LAYERS))) == 0
     both = plan(1, host_gib=12, disk_gib=30, disk_dir="/tmp")
     blocks = both.blocks_held(LAYOUT, LAYERS)
     assert blocks > disk.blocks_held(LAYOUT, LAYERS)
