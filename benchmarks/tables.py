@@ -84,10 +84,10 @@ def small_device() -> str:
     documents = [d for d in load("retrieval-*.json") if "resident" in d]
     rows = []
     for d in documents:
-        whole, tiers = d["resident"], "disk" if "disk_dir" in d["ktx"] else "host memory"
+        whole, tiers = d["resident"], "on disk" if "disk_dir" in d["ktx"] else "in host memory"
         rows.append(
             [
-                f"{d['context']:,} tokens, `{d['format']}`, the rest in {tiers}",
+                f"{d['context']:,} tokens, `{d['format']}`, the rest {tiers}",
                 f"{d['device_bytes'] / 2**20:.1f} MiB, {d['device_bytes'] / d['kv_bytes_bf16']:.1%} of bf16",
                 f"{d['accuracy']:.0%} of {d['needles']}, {'the same' if d['same_tokens'] else 'OTHER'} tokens",
                 f"{d['ttft_s']:.1f} against {whole['ttft_s']:.1f} s",
