@@ -89,7 +89,8 @@ def recall(args: argparse.Namespace, ktx: dict[str, Any]) -> bool:
 
 def retrieval_engine(ktx: dict[str, Any] | None, context: int, cache_bytes: int) -> engine.Engine:
     folder = str(models.path("retrieval"))
-    return engine.Engine(folder, context + 8, ktx, CHUNK, 4, cache_bytes, {"dtype": "bfloat16"})
+    positions = min(context + ANSWER_TOKENS, models.PRESETS["retrieval"].max_positions + 8)
+    return engine.Engine(folder, positions, ktx, CHUNK, 4, cache_bytes, {"dtype": "bfloat16"})
 
 
 def against_stock(args: argparse.Namespace, ktx: dict[str, Any], context: int) -> str:
@@ -114,7 +115,8 @@ def answer_chat(llm: Any, context: int) -> dict[str, Any]:
 
 
 def answer_recall(llm: Any, prompt: list[int], expected: int) -> dict[str, Any]:
-    tokens, result = answer(llm, prompt, 5)
+    room = llm.llm_engine.model_config.max_model_len - len(prompt)
+    tokens, result = answer(llm, prompt, min(ANSWER_TOKENS, room))
     return {**result, "answer": f"value {tokens[0]}", "expected": f"value {expected}"}
 
 
