@@ -35,7 +35,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from .. import _compat
 from ..config import FORMAT_OF_CACHE_DTYPE, KtxConfig
-from ..kv_quant import KVCacheQuantizer, KVFormat, PageLayout, hadamard
+from ..kv_quant import KVFormat, PageLayout, hadamard
 from ..metrics import STATS, TRACES
 from ..offload import OpenPages, StepPlan, TierFault, Trace
 from ..plan import log_memory_plan
@@ -43,6 +43,7 @@ from ..plugin import ktx_config
 from ..tiering import engine_plan
 from .audit import Audit
 from .kernels import Kernels, kernels_for
+from .layer_memory import LayerMemory, carve
 from .selection import SparseSettings
 from .tiered import LayerPages, Tiers
 
@@ -361,7 +362,7 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         if overcommit > 1:
             _compat.wrap_model_runner()  # before it makes the cache
         self.pages: LayerPages | None = None
-        self._memory: _LayerMemory | None = None
+        self._memory: LayerMemory | None = None
 
     def forward(
         self,
@@ -413,7 +414,7 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         return output
 
     def _attend_sparse(
-        self, attend: Any, out: torch.Tensor, memory: _LayerMemory, meta: KTXMetadata, index: int
+        self, attend: Any, out: torch.Tensor, memory: LayerMemory, meta: KTXMetadata, index: int
     ) -> torch.Tensor | None:
         """Attends the selected pages into `out`, and accounts for what was left out. Returns how often each block was
         chosen, if eviction goes by it."""
@@ -433,10 +434,10 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
             STATS.record_audit(out, lse, dense, dense_lse, dropped)
         return None if chosen is None else meta.count_votes(chosen)
 
-    def _bind(self, kv_cache: torch.Tensor, meta: KTXMetadata) -> _LayerMemory:
+    def _bind(self, kv_cache: torch.Tensor, meta: KTXMetadata) -> LayerMemory:
         memory = self._memory
         if memory is None or memory.storage != (kv_cache.data_ptr(), kv_cache.shape[0]):
-            memory = _LayerMemory.make(kv_cache, meta.layout, meta.open_capacity, self.model_dtype, self.pages)
+            memory = LayerMemory.make(kv_cache, meta.layout, meta.open_capacity, self.model_dtype, self.pages)
             self._memory = memory
         return memory
 
@@ -464,112 +465,3 @@ def _refuse(
         reasons.append("learned attention sinks")
     if reasons:
         raise ValueError(f"Attention backend KTX can't serve this model: it has {' and '.join(reasons)}.")
-
-
-def carve(kv_cache: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """`payload` uint8 `[num_slots, payload_bytes]` and `headers` `[num_blocks, header_bytes]`, views of vLLM's tensor
-    of one layer, `[num_blocks, ...]`."""
-    if not kv_cache.is_contiguous():
-        raise RuntimeError("KTX needs each layer's KV cache as one run: unset VLLM_KV_CACHE_LAYOUT")
-    blocks = kv_cache.shape[0]
-    flat = kv_cache.view(-1).view(torch.uint8)
-    slots = layout.num_slots(blocks, len(flat))
-    split = slots * layout.payload_bytes
-    headers = flat[split : split + blocks * layout.header_bytes].view(blocks, layout.header_bytes)
-    return flat[:split].view(slots, layout.payload_bytes), headers
-
-
-@dataclass
-class _LayerMemory:
-    """One layer's pages: `payload` and `headers` as `carve` makes them; `open_pages` `[capacity, 2, kv_heads,
-    page_size, head_dim]` in the model's dtype; `pages`: where those are that `payload` has no slot for, if not all
-    have.
-    """
-
-    storage: tuple[int, int]
-    payload: torch.Tensor
-    headers: torch.Tensor
-    open_pages: torch.Tensor
-    pages: LayerPages | None
-
-    @classmethod
-    def make(
-        cls, kv_cache: torch.Tensor, layout: PageLayout, capacity: int, dtype: torch.dtype, pages: LayerPages | None
-    ) -> _LayerMemory:
-        payload, headers = carve(kv_cache, layout)
-        # Lazily touched by the kernel of the operating system: a slot that is never used costs no memory.
-        open_pages = torch.empty((capacity, 2, layout.num_kv_heads, layout.page_size, layout.head_dim), dtype=dtype)
-        return cls((kv_cache.data_ptr(), kv_cache.shape[0]), payload, headers, open_pages, pages)
-
-    @property
-    def paged(self) -> dict[str, Any]:
-        """What the attention kernels need to find pages in slots."""
-        return {} if self.pages is None else {"payload_slot": self.pages.slot_table, "residency": self.pages}
-
-    def apply(self, kernels: Kernels, meta: KTXMetadata, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Carries out the step's plan, in the plan's order."""
-        if meta.evict:
-            self._evict(kernels, meta)
-        if meta.reopen:
-            self._reopen(meta)
-        if meta.append is not None:
-            kernels.append(meta.layout, key, value, *meta.append, self.open_pages)
-        if meta.seal_fresh is not None:
-            first, block = meta.seal_fresh
-            self._seal(kernels, meta, key, value, first * key.stride(0), block, key.stride(0), key.stride(1))
-        if meta.seal_open is not None:
-            self._seal_slots(kernels, meta, *meta.seal_open)
-
-    def lose(self, meta: KTXMetadata, fault: TierFault) -> bool:
-        """Pages that can't be had: their blocks are void, and the rows that read them go without their context. Returns
-        whether there was such a row."""
-        assert meta.tiers is not None
-        blocks = {page.block for page in fault.faults.values()}
-        logger.error("KTX: %s; the requests that read it are computed again", fault)
-        STATS.tier_faults += len(blocks)
-        meta.tiers.note_faults(blocks)
-        return meta.drop_context(blocks)
-
-    def _seal(
-        self,
-        kernels: Kernels,
-        meta: KTXMetadata,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        source: torch.Tensor,
-        block: torch.Tensor,
-        *strides: int,
-    ) -> None:
-        to = (self.headers, self.payload)
-        if self.pages is None:
-            kernels.seal(meta.layout, key, value, source, block, *to, None, *strides)
-            return
-        for part, slots in self.pages.place(block):
-            kernels.seal(meta.layout, key, value, source[part], block[part], *to, slots, *strides)
-
-    def _seal_slots(self, kernels: Kernels, meta: KTXMetadata, slot: torch.Tensor, block: torch.Tensor) -> None:
-        size, dim = meta.layout.page_size, meta.layout.head_dim
-        keys, values = self.open_pages[:, 0], self.open_pages[:, 1]
-        self._seal(kernels, meta, keys, values, slot * self.open_pages.stride(0), block, dim, size * dim)
-
-    def _evict(self, kernels: Kernels, meta: KTXMetadata) -> None:
-        for slot, _, fill in meta.evict:
-            # What lies behind the last valid token must not widen the page's scales.
-            self.open_pages[slot, :, :, fill:] = self.open_pages[slot, :, :, fill - 1 : fill]
-        slots, blocks, _ = zip(*meta.evict, strict=True)
-        self._seal_slots(kernels, meta, torch.tensor(slots, dtype=torch.int64), torch.tensor(blocks, dtype=torch.int32))
-
-    def _reopen(self, meta: KTXMetadata) -> None:
-        quantizer = KVCacheQuantizer(meta.layout)
-        for slot, block in meta.reopen:
-            if block in meta.lost:  # in an earlier layer
-                self.open_pages[slot] = 0
-                continue
-            try:
-                at = block if self.pages is None else self.pages.slot_of(block)
-            except TierFault as fault:
-                self.open_pages[slot] = 0
-                self.lose(meta, fault)
-                continue
-            for side, tensor in enumerate(quantizer.unseal(self.payload[at : at + 1], self.open_pages.dtype)):
-                self.open_pages[slot, side] = tensor[0].to(self.open_pages.dtype)

@@ -174,7 +174,7 @@ class LayerPages:
         written there must be when the next are asked for. Pages that find no room are left out: they are lost."""
         for start in range(0, len(blocks), self._batch):
             some = blocks[start : start + self._batch].numpy()
-            unique, where = np.unique(some, return_inverse=True)  # two rows that compute a lost block again share it
+            unique, where = np.unique(some, return_inverse=True)  # slots are for distinct blocks
             try:
                 slots = self._pool.allocate(self.layer, unique)
             except PoolFull:
