@@ -1,4 +1,4 @@
-"""The memory of one layer: vLLM's tensor carved into payloads and headers, open pages beside it, a step's work on them."""
+"""The memory of one layer: vLLM's tensor carved into payloads and headers, open pages beside it."""
 
 from __future__ import annotations
 
