@@ -33,6 +33,7 @@ from vllm_ktx.probe.divergence import kl_lower_bound
 from vllm_ktx.probe.store import DEFAULT_BOUND
 
 DECODED = 32
+CONTEXT = 4096  # what a table is of unless asked otherwise
 SPARSE = {"window": 1024}
 PAGED = {"overcommit": 8, "host_gib": 1.0}  # one page in eight has a slot on the device
 
@@ -229,6 +230,7 @@ def plot(document: dict[str, Any], file: Path) -> None:
 
 def save(document: dict[str, Any]) -> None:
     harness.RESULTS.mkdir(exist_ok=True)
-    name = harness.RESULTS / f"quality-table-{document['model']}"
+    length = "" if document["context"] == CONTEXT else f"-{document['context']}"
+    name = harness.RESULTS / f"quality-table-{document['model']}{length}"
     name.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
     plot(document, name.with_suffix(".png"))

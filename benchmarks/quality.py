@@ -48,7 +48,7 @@ from vllm_ktx.probe.divergence import kl_lower_bound
 CHUNK = 64  # one page: see above
 FORMATS = ("none", "k8v8", "k8v4", "k4v4")
 MODES = ("dense", "sparse")
-CONTEXT = {"dense": 4096, "sparse": 8192}
+CONTEXT = {"dense": compression.CONTEXT, "sparse": 8192}
 
 
 @dataclass(frozen=True)
