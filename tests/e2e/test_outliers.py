@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import models, tasks
 from benchmarks.workloads import folder_of
-from tests.e2e.support import engine, prompt_logprobs
+from tests.e2e.support import GREEDY, engine, prompt_logprobs, texts
 from tests.e2e.test_serving import VOCAB, answers, english
 from vllm_ktx.probe import measure, store
 
@@ -72,3 +72,4 @@ def test_auto_stays_within_its_bound_and_sees_the_outliers(name, tmp_path, monke
     store.save(found)
     with engine(folder_of(name), {}) as llm:
         assert llm.llm_engine.vllm_config.additional_config["ktx"]["format"] == found.format
+        assert len(texts(llm.generate([{"prompt_token_ids": [1, 2, 3]}], GREEDY, use_tqdm=False))[0]) == 24
