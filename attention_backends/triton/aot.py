@@ -24,6 +24,7 @@ from vllm_ktx.kv_quant import PageLayout
 
 from ..selection import SparseSettings
 from .launch import TritonKernels
+from .xformers_prefill import Functions, XformersPrefill
 
 # Compute capability -> cards, and shared memory that one thread block may use (CUDA programming guide, table of
 # technical specifications by compute capability), in bytes.
@@ -134,11 +135,21 @@ def record(
         dropped, depth = (empty(tokens, heads, kind=torch.float32) for _ in range(2))
         account = {"headers": headers, "sparse": sparse, "dropped": dropped, "depth": depth}
         account["pages_read"] = empty(tokens, heads)
-    kernels.attention(
-        layout, q, k, v, empty(tokens, q_heads, dim, kind=dtype), empty(rows + 1), empty(rows), empty(rows, max_pages),
-        empty(blocks), payload, open_pages, dim**-0.5, **account,
-    )  # fmt: skip
+    for prefill in (None, XformersPrefill(_shapes_only()))[: 1 if sparse is None else 2]:
+        TritonKernels(launch=keep, prefill=prefill).attention(
+            layout, q, k, v, empty(tokens, q_heads, dim, kind=dtype), empty(rows + 1), empty(rows),
+            empty(rows, max_pages), empty(blocks), payload, open_pages, dim**-0.5, **account,
+        )  # fmt: skip
     return list(found.values())
+
+
+def _shapes_only() -> Functions:
+    """xformers' functions as far as shapes go."""
+
+    def attended(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(q), q.new_empty(q.shape[0], *q.shape[2:4], q.shape[1], dtype=torch.float32)
+
+    return Functions(attended, attended, lambda outs, lses: (outs[0].float(), lses[0]))
 
 
 def compile_all(launches: list[Recorded], archs: tuple[int, ...] = tuple(ARCHS)) -> Iterator[Compiled]:
