@@ -8,7 +8,7 @@ For every block unit (64 queries that share a list of pages) its tokens are gath
              window and the sliding window's begin. Query i sees i tokens more of it than query 0: causal, aligned at
              the end, with lengths that only the device knows (`BlockDiagonalCausalWithOffsetPaddedKeysMask`)
 
-and the two are joined by `merge_attentions` (log-sum-exp). Every key that `attend_blocks` reads is counted exactly once.
+and the two are joined by `merge_attentions` (log-sum-exp). Every key that `attend_blocks` reads is counted once.
 A block whose first query has fewer than `window` tokens before it is all edge. Selection, single rows and dense steps
 stay with the other kernels. Values are gathered in rotated space, and the joined output is rotated back once.
 
@@ -106,14 +106,14 @@ def unavailable(dtype: torch.dtype, head_dim: int, group: int, softcap: float = 
         return f"a tiny attention failed: {type(error).__name__}: {str(error).strip() or 'no message'}"
 
 
-def _attends(functions: Functions, dtype: torch.dtype, dim: int, group: int) -> bool:
+def _attends(functions: Functions, dtype: torch.dtype, dim: int, group: int, device: str = "cuda") -> bool:
     """Whether attention of zeros over ones is ones, and knows how many there were."""
-    zeros = torch.zeros(1, QUERIES, 1, group, dim, dtype=dtype, device="cuda")
-    ones = torch.ones(1, 2 * QUERIES, 1, 1, dim, dtype=dtype, device="cuda").expand(-1, -1, -1, group, -1)
-    lengths = torch.full((1,), QUERIES, dtype=torch.int32, device="cuda")
+    zeros = torch.zeros(1, QUERIES, 1, group, dim, dtype=dtype, device=device)
+    ones = torch.ones(1, 2 * QUERIES, 1, 1, dim, dtype=dtype, device=device).expand(-1, -1, -1, group, -1)
+    lengths = torch.full((1,), QUERIES, dtype=torch.int32, device=device)
     parts = [functions.local(zeros, ones, ones, 1.0, 15), functions.listed(zeros, ones, ones, 1.0, lengths)]
     out, lse = functions.merge([out for out, _ in parts], [lse for _, lse in parts])
-    want = (17.0 + torch.arange(QUERIES, device="cuda")).log().expand_as(lse)
+    want = (17.0 + torch.arange(QUERIES, device=device)).log().expand_as(lse)
     return torch.allclose(out, torch.ones_like(out)) and torch.allclose(lse, want, atol=1e-3)
 
 
@@ -125,8 +125,10 @@ class XformersPrefill:
         self.functions = functions or xformers_functions()
 
     def fits(self, step: Any) -> bool:
-        """Whether the step's contexts can be longer than the window; else every block would be all edge."""
-        return not step.dense and step.softcap == 0 and step.settings.window < step.pages * step.layout.page_size
+        """Whether the step has blocks that choose, and contexts that can be longer than the window (else every block
+        would be all edge)."""
+        longer = step.settings.window < step.pages * step.layout.page_size
+        return longer and not step.dense and step.k is not None and step.softcap == 0
 
     def attend(self, step: Any, first: int, units: int, chosen: torch.Tensor, lengths: torch.Tensor) -> None:
         """Blocks `first .. first + units` over `chosen` int32 `[units, heads, cap]`, of which `lengths` count."""
@@ -160,13 +162,14 @@ class XformersPrefill:
             to_head = keys.stride(2) if not CHOSEN else keys.stride(1)
             to_token = keys.stride(1) if not CHOSEN else keys.stride(2)
             step.launch(gather_tokens, (units, heads, tokens // size + 2),
-                step.q, step.k, step.v, q, keys, values, counts, step.cu_q, step.context, step.table, step.open_slot,
+                step.k, step.v, keys, values, counts, step.cu_q, step.context, step.table, step.open_slot,
                 step.payload_slot, step.payload, step.open_pages, step.blocks, step.totals, chosen, lengths,
-                step.q.stride(0), step._kv_stride(), step.table.stride(0), step.payload.stride(0),
-                step.open_pages.stride(0), chosen.stride(1), first, *step.limits, tokens, units, keys.stride(0),
-                to_head, to_token, CHOSEN=CHOSEN, HAS_FRESH=step.k is not None, HAS_SLOTS=step.payload_slot is not None,
-                L=tile, num_warps=8,
+                step._kv_stride(), step.table.stride(0), step.payload.stride(0), step.open_pages.stride(0),
+                chosen.stride(1), first, *step.limits, tokens, units, keys.stride(0), to_head, to_token, CHOSEN=CHOSEN,
+                HAS_SLOTS=step.payload_slot is not None, L=tile, num_warps=8,
             )  # fmt: skip
+        blocks = (step.cu_q, step.blocks, step.totals)
+        step.launch(gather_queries, (units, heads * group), step.q, q, *blocks, step.q.stride(0), first, L=shape)
         wide = [x.expand(-1, -1, -1, group, -1) for x in local]
         near_out, near_lse = functions.local(q, *wide, step.scale, near - QUERIES)
         # One sequence a unit and kv head.
@@ -180,8 +183,8 @@ class XformersPrefill:
         near_lse = near_lse[..., :QUERIES].masked_fill(counts[1, :, :, None, None] < 0, float("-inf"))
         out, lse = functions.merge([near_out, far_out], [near_lse, far_lse])
         step.launch(scatter_blocks, (units, heads * group),
-            out, lse, step.out, step.lse, step.cu_q, step.blocks, step.totals, step.out.stride(0),
-            0 if step.lse is None else step.lse.stride(0), first, HAS_LSE=step.lse is not None, L=shape, num_warps=8,
+            out, lse, step.out, step.lse, *blocks, step.out.stride(0), 0 if step.lse is None else step.lse.stride(0),
+            first, HAS_LSE=step.lse is not None, L=shape, num_warps=8,
         )  # fmt: skip
 
 
@@ -235,16 +238,15 @@ def move_sealed(page, head, t0, keys, values, at, keep, L: tl.constexpr):
 
 @triton.jit
 def gather_tokens(
-    q, k, v, queries, keys, values, counts, cu_q, context, table, open_slot, payload_slot, payload, open_pages, units,
-    totals, chosen, lengths, q_stride, kv_stride, table_stride, payload_stride, open_stride, chosen_stride, first_unit,
-    window, sink_pages, min_pages, room, num_units, unit_stride, head_stride, token_stride,
-    CHOSEN: tl.constexpr, HAS_FRESH: tl.constexpr, HAS_SLOTS: tl.constexpr, L: tl.constexpr,
+    k, v, keys, values, counts, cu_q, context, table, open_slot, payload_slot, payload, open_pages, units, totals,
+    chosen, lengths, kv_stride, table_stride, payload_stride, open_stride, chosen_stride, first_unit, window,
+    sink_pages, min_pages, room, num_units, unit_stride, head_stride, token_stride,
+    CHOSEN: tl.constexpr, HAS_SLOTS: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """One page's worth of a block unit's tokens for one kv head: grid (units, heads, pages of the buffer).
 
     `CHOSEN`: of its list, with its length to `counts[0]` and the sliding window's first position (below 0: all is
-    listed) to `counts[1]`; else the newest `room` tokens, zeros before the first, and the queries `[units, 64, heads,
-    group, D]`. `room`: tokens that the buffer holds, a unit.
+    listed) to `counts[1]`; else the newest `room` tokens, zeros before the first. `room`: tokens of a unit's buffer.
     """
     unit, head, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     PAGE: tl.constexpr = L.page
@@ -276,15 +278,6 @@ def gather_tokens(
         count = tl.where(real_unit, room, 0)
         page_number = (length + begin) // PAGE - window // PAGE + piece
         to = page_number * PAGE - edge
-        if real_unit & (piece < L.group):
-            channel = natural_channels(L)
-            m = tl.arange(0, BLOCK)
-            for g in range(piece, L.group, tl.num_programs(2)):
-                at = (start + begin + m).to(tl.int64) * q_stride + (head * L.group + g) * L.dim
-                mask = (m[:, None] >= 0) & real(channel[None, :], L)
-                x = tl.load(q + at[:, None] + channel[None, :], mask=mask, other=0.0)
-                at = ((unit * BLOCK + m) * L.heads * L.group + head * L.group + g).to(tl.int64) * L.dim
-                tl.store(queries + at[:, None] + channel[None, :], x, mask=mask)
     if to >= count:
         return
     base = unit.to(tl.int64) * unit_stride + head * head_stride
@@ -304,16 +297,36 @@ def gather_tokens(
                 move_plain(own, own + L.heads * PAGE * L.dim, t.to(tl.int64) * L.dim, keys, values, at, keep, L)
             else:
                 move_sealed(page, head, t0, keys, values, at, keep, L)
-        if HAS_FRESH:
-            if page_number * PAGE + PAGE > length:
-                own = head * L.dim + start.to(tl.int64) * kv_stride
-                from_ = (position - length).to(tl.int64) * kv_stride
-                move_plain(k + own, v + own, from_, keys, values, at, here & (position >= length), L)
+        if page_number * PAGE + PAGE > length:
+            own = head * L.dim + start.to(tl.int64) * kv_stride
+            from_ = (position - length).to(tl.int64) * kv_stride
+            move_plain(k + own, v + own, from_, keys, values, at, here & (position >= length), L)
         if page_number < 0:
             channel = natural_channels(L)
             zeros = tl.zeros((TILE, 2 * L.half), tl.float32)
             store_values(zeros, keys, at, channel, here & (position < 0), L)
             store_values(zeros, values, at, channel, here & (position < 0), L)
+
+
+@triton.jit
+def block_tokens(cu_q, units, index):
+    """Tokens `[64]` of a block unit."""
+    token = tl.load(cu_q + tl.load(units + 2 * index)) + tl.load(units + 2 * index + 1) + tl.arange(0, BLOCK)
+    return token.to(tl.int64)
+
+
+@triton.jit
+def gather_queries(q, queries, cu_q, units, totals, q_stride, first_unit, L: tl.constexpr):
+    """A block unit's queries of one head to `queries` `[units, 64, query heads, D]`: grid (units, query heads)."""
+    unit, q_head = tl.program_id(0), tl.program_id(1)
+    if first_unit + unit >= tl.load(totals + 1):
+        return
+    token = block_tokens(cu_q, units, first_unit + unit)
+    channel = natural_channels(L)
+    mask = (token[:, None] >= 0) & real(channel[None, :], L)
+    x = tl.load(q + (token * q_stride + q_head * L.dim)[:, None] + channel[None, :], mask=mask, other=0.0)
+    to = ((unit * BLOCK + tl.arange(0, BLOCK)) * L.heads * L.group + q_head).to(tl.int64) * L.dim
+    tl.store(queries + to[:, None] + channel[None, :], x, mask=mask)
 
 
 @triton.jit
@@ -328,8 +341,7 @@ def scatter_blocks(
     unit, q_head = tl.program_id(0), tl.program_id(1)
     if first_unit + unit >= tl.load(totals + 1):
         return
-    row = tl.load(units + 2 * (first_unit + unit))
-    token = (tl.load(cu_q + row) + tl.load(units + 2 * (first_unit + unit) + 1)).to(tl.int64) + tl.arange(0, BLOCK)
+    token = block_tokens(cu_q, units, first_unit + unit)
     channel = natural_channels(L)
     mask = (token[:, None] >= 0) & real(channel[None, :], L)
     from_ = ((unit * BLOCK + tl.arange(0, BLOCK)) * L.heads * L.group + q_head).to(tl.int64) * L.dim
