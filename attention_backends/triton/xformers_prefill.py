@@ -170,12 +170,12 @@ class XformersPrefill:
             )  # fmt: skip
         blocks = (step.cu_q, step.blocks, step.totals)
         step.launch(gather_queries, (units, heads * group), step.q, q, *blocks, step.q.stride(0), first, L=shape)
-        wide = [x.expand(-1, -1, -1, group, -1) for x in local]
-        near_out, near_lse = functions.local(q, *wide, step.scale, near - QUERIES)
+        k, v = (x.expand(-1, -1, -1, group, -1) for x in local)
+        near_out, near_lse = functions.local(q, k, v, step.scale, near - QUERIES)
         # One sequence a unit and kv head.
         asked = q.transpose(1, 2).reshape(1, -1, 1, group, dim)
-        flat = [x.view(1, -1, 1, 1, dim).expand(-1, -1, -1, group, -1) for x in listed]
-        far_out, far_lse = functions.listed(asked, *flat, step.scale, counts[0].view(-1))
+        k, v = (x.view(1, -1, 1, 1, dim).expand(-1, -1, -1, group, -1) for x in listed)
+        far_out, far_lse = functions.listed(asked, k, v, step.scale, counts[0].view(-1))
         far_out = far_out.view(units, heads, QUERIES, group, dim).transpose(1, 2)
         far_lse = far_lse[..., : units * heads * QUERIES].view(group, units, heads, QUERIES).permute(1, 2, 0, 3)
         seen = counts[0, :, :, None, None] + torch.arange(1 - QUERIES, 1, device=q.device)
