@@ -30,7 +30,8 @@ from .xformers_prefill import XformersPrefill
 
 BLOCK_QUERIES = int(BLOCK.value)
 SAMPLES = 16  # queries that a block unit asks with, by head: `sparse_pages.SAMPLE_STEP` apart
-WAVE_BYTES = 256 << 20  # estimates held at once
+WAVE_BYTES = 128 << 20  # estimates held at once, of LEAST_BLOCKS blocks at least
+LEAST_BLOCKS = 4  # choosing is a program for each block and kv head: fewer would leave most of a card idle
 FRESH_SPLIT = 1024  # own tokens of one split
 PROBE_PAGES = 16
 _geometry = functools.lru_cache(maxsize=256)(Geometry.of)
@@ -301,13 +302,13 @@ class _Step:
         return torch.empty(size, dtype=dtype, device=self.q.device)
 
     def _wave(self, samples: int) -> int:
-        """Units whose estimates and splits fit WAVE_BYTES."""
+        """Units whose estimates and splits are held at once."""
         shape, unit = self.L, 1
         if not self.dense:
             unit += 4 * shape.heads * self.pages_stride * (2 * shape.group * samples + shape.group + 2)
         if samples == 1:
             unit += 4 * self.splits * shape.heads * shape.group * (1 + shape.rotate) * shape.dim
-        return max(1, WAVE_BYTES // unit)
+        return max(1 if samples == 1 else LEAST_BLOCKS, WAVE_BYTES // unit)
 
     def _token_wave(self, first: int, units: int) -> None:
         shape, fresh, lead, splits = self.L, self.fresh, self.lead, self.splits
