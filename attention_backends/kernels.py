@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -135,6 +135,32 @@ def _triton_kernels() -> Kernels:
             "run on the CPU, for tests)"
         )
     return TritonKernels()
+
+
+class Heads(NamedTuple):
+    """What a model's attention heads are like. group: query heads of a kv head."""
+
+    dtype: torch.dtype
+    head_dim: int
+    group: int
+    softcap: float = 0.0
+
+
+def prefill_kernels(choice: str, kernels: Kernels, heads: Heads) -> Kernels:
+    """`kernels` with the prefill that `choice` (`auto`, `triton` or `xformers`) names; `auto` is Triton's, as no GPU
+    has compared the two yet. Raises RuntimeError, with the reason, if xformers was asked for and can't serve `heads`.
+    """
+    if choice != "xformers":
+        return kernels
+    reason: str | None = f"it is a part of the Triton kernels, and these are {kernels.name}"
+    if kernels.name == "triton":
+        from .triton.launch import TritonKernels
+        from .triton.xformers_prefill import XformersPrefill, unavailable
+
+        reason = unavailable(*heads)
+        if reason is None:
+            return TritonKernels(prefill=XformersPrefill())
+    raise RuntimeError(f"ktx.prefill_kernel='xformers': {reason}. Set ktx.prefill_kernel to 'auto', or leave it out.")
 
 
 @functools.cache

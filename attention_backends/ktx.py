@@ -42,7 +42,7 @@ from ..plan import log_memory_plan
 from ..plugin import ktx_config
 from ..tiering import engine_plan
 from .audit import Audit
-from .kernels import Kernels, kernels_for
+from .kernels import Heads, Kernels, kernels_for, prefill_kernels
 from .layer_memory import LayerMemory, carve
 from .selection import SparseSettings
 from .tiered import LayerPages, Tiers
@@ -353,7 +353,8 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         self.layout = layout = PageLayout(fmt, page_size, self.num_kv_heads, head_size, self.model_dtype.itemsize)
         overcommit = engine_plan(vllm_config, config, layout).overcommit
         _seen = _Seen(config, vllm_config.cache_config.cache_dtype, self.model_dtype, overcommit)
-        self.kernels: Kernels = kernels_for(config.kernels, fmt)
+        heads = Heads(self.model_dtype, head_size, num_heads // self.num_kv_heads, self.softcap)
+        self.kernels: Kernels = prefill_kernels(config.prefill_kernel, kernels_for(config.kernels, fmt), heads)
         if overcommit > 1 and not self.kernels.pages:
             raise ValueError(
                 f"ktx.overcommit needs the native kernels, and these are {self.kernels.name}: set ktx.overcommit to 1, "

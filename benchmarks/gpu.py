@@ -5,14 +5,16 @@
 
 `--all` checks first (against the float64 oracle, and a replayed CUDA graph against an eager step), then times decode
 and prefill steps of one layer against the fastest bf16 attention that is installed: torch's SDPA, flash-attn, and
-KTX's own split-KV kernel on unquantized pages. Steps are whole: scoring, selection, attention, join. Beside them stand
-the card's own ceilings (copy bandwidth, bf16 matmul, copies from pinned memory), all under a cap of 24 GB.
+KTX's own split-KV kernel on unquantized pages. Steps are whole: scoring, selection, attention, join; prefill by both
+of `ktx.prefill_kernel`, by xformers where it can be had and is right. Beside them stand the card's own ceilings (copy
+bandwidth, bf16 matmul, copies from pinned memory), all under a cap of 24 GB.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 import sys
@@ -28,6 +30,7 @@ from vllm_ktx.attention_backends.selection import SparseSettings
 from vllm_ktx.attention_backends.sparse_pages import sparse_attention_reference
 from vllm_ktx.attention_backends.triton import aot
 from vllm_ktx.attention_backends.triton.launch import TritonKernels
+from vllm_ktx.attention_backends.triton.xformers_prefill import XformersPrefill, unavailable
 from vllm_ktx.kv_quant import PageLayout, parse_format
 
 from .problem import SHAPES, Problem, Shape, fill_pages, make_problem
@@ -35,6 +38,7 @@ from .problem import SHAPES, Problem, Shape, fill_pages, make_problem
 DEVICE, DTYPE = "cuda", torch.bfloat16
 CAP_BYTES = 24 * 10**9
 CONTEXTS = (8192, 32768, 131072, 1 << 20)
+SMALL, WRONG = SparseSettings(window=512, max_pages=16), 0.01  # settings of the checks, relative error that fails them
 CHUNK = 8192  # fresh tokens of a prefill step
 # Of Llama-3.1-8B in the default format; --wide adds head sizes and formats.
 NARROW = (("k4v4", 128),)
@@ -96,13 +100,15 @@ def correctness(
     query_len: int,
     settings: SparseSettings,
     dtype: torch.dtype | None = None,
+    prefill: XformersPrefill | None = None,
 ) -> dict[str, float]:
     """Relative errors of the dense and the sparse step against the float64 oracle; how far the accounts are off.
 
     `sparse` includes what pages that rank alike make, where the oracle took others.
     """
     problem = make_problem(shape, "k4v4", context, query_len)
-    inputs, given, kernels = to_device(problem, device, dtype), to_device(problem, "cpu", dtype), TritonKernels()
+    inputs, given = to_device(problem, device, dtype), to_device(problem, "cpu", dtype)
+    kernels = TritonKernels(prefill=prefill)
     out, headers, more = torch.empty_like(inputs["q"]), problem.headers, account(problem, device)
     assert headers is not None
     kernels.attention(problem.layout, out=out, **inputs)
@@ -215,6 +221,19 @@ def bf16_baselines(problem: Problem) -> dict[str, Callable[[], Any]]:
     return calls
 
 
+@functools.cache
+def no_xformers(shape: Shape) -> str | None:
+    """Why prefill isn't timed with xformers: what keeps it from running, or that it is wrong here; None: it is."""
+    reason = unavailable(DTYPE, shape.head_dim, shape.q_heads // shape.kv_heads)
+    if reason is not None:
+        return reason
+    try:
+        found = correctness(DEVICE, shape, 4000, 200, SMALL, prefill=XformersPrefill())
+    except RuntimeError as error:
+        return f"it failed: {error}"
+    return None if found["sparse"] < WRONG else f"its relative error is {found['sparse']:.3g}"
+
+
 def ktx_steps(
     problem: Problem, settings: SparseSettings, used: dict[str, torch.Tensor]
 ) -> dict[str, Callable[[], Any]]:
@@ -222,10 +241,14 @@ def ktx_steps(
     assert problem.headers is not None
     headers, out = problem.headers.to(DEVICE), torch.empty_like(inputs["q"])
     common = {"out": out, "max_query_len": problem.query_len, **inputs}
-    return {
-        "ktx_sparse": lambda: kernels.attention(problem.layout, headers=headers, sparse=settings, **used, **common),
-        "ktx_dense": lambda: kernels.attention(problem.layout, **common),
-    }
+
+    def sparse(kernels: TritonKernels) -> Callable[[], Any]:
+        return lambda: kernels.attention(problem.layout, headers=headers, sparse=settings, **used, **common)
+
+    steps = {"ktx_sparse": sparse(kernels), "ktx_dense": lambda: kernels.attention(problem.layout, **common)}
+    if problem.query_len > 1 and no_xformers(problem.shape) is None:
+        steps["ktx_xformers"] = sparse(TritonKernels(prefill=XformersPrefill()))
+    return steps
 
 
 def plain_step(problem: Problem) -> Callable[[], Any]:
@@ -287,7 +310,6 @@ def measure_all(seconds: float) -> dict[str, Any]:
     device = torch.cuda.get_device_properties(0)
     torch.cuda.set_per_process_memory_fraction(min(1.0, CAP_BYTES / device.total_memory))
     settings = SparseSettings()
-    small = SparseSettings(window=512, max_pages=16)
     llama, qwen = SHAPES["llama-3.1-8b"], SHAPES["qwen2.5-7b"]
     result: dict[str, Any] = {
         "card": device.name,
@@ -295,14 +317,15 @@ def measure_all(seconds: float) -> dict[str, Any]:
         "memory_cap_gb": CAP_BYTES / 1e9,
         "torch": torch.__version__,
         "checks": {
-            f"{shape.name} {tokens}": correctness("cuda", shape, 4000, tokens, small)
+            f"{shape.name} {tokens}": correctness("cuda", shape, 4000, tokens, SMALL)
             for shape in (llama, qwen)
             for tokens in (1, 200)
         },
         "graph_matches": graph_matches(settings),
+        "no_xformers": {shape.name: no_xformers(shape) for shape in (llama, qwen)},
     }
     print(json.dumps(result), file=sys.stderr, flush=True)
-    wrong = [name for name, check in result["checks"].items() if max(check["dense"], check["sparse"]) > 0.01]
+    wrong = [name for name, check in result["checks"].items() if max(check["dense"], check["sparse"]) > WRONG]
     if wrong or not result["graph_matches"]:
         raise SystemExit(f"the kernels are wrong on this card ({wrong or 'replayed graph'}): nothing was timed")
     result["ceilings"] = ceilings()

@@ -4,21 +4,24 @@
 
 Nothing here is measured, and KTX refuses CUDA for now; the table says what to expect and which line to serve with.
 Bytes of pages, headers and open pages come from `PageLayout` and `OpenPages`, those of the kernels' workspace from the
-Triton launcher; weights are counted from the models' published shapes.
+Triton launcher, run on tensors without memory; weights are counted from the models' published shapes. Needs triton.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass
 
+import torch
+
 from vllm_ktx.attention_backends.selection import SparseSettings
+from vllm_ktx.attention_backends.triton import aot
 from vllm_ktx.kv_quant import PageLayout, parse_format
 from vllm_ktx.offload import OpenPages
 
 PAGE = 64
 CHUNK = 2048  # --max-num-batched-tokens
-WORKSPACE = 256 << 20  # `attention_backends.triton.launch.WAVE_BYTES`
 RUNTIME = 0.7e9  # CUDA context, cuBLAS workspace, captured graphs: an allowance, not a sum
 CARD = 24e9
 # Pages of context for each one that stays on the device: 256 and 1,024 stay, and a query reads 67 to 195 a kv head.
@@ -110,8 +113,13 @@ class Plan:
         return slots * self.layout.dense_bytes * self.model.layers
 
     @property
+    def workspace(self) -> int:
+        """The most that the attention kernels' buffers take at once, in a chunk at the context's end."""
+        return _workspace(self.layout, self.model.q_heads, self.pages)
+
+    @property
     def fixed(self) -> float:
-        return self.model.weights(self.bits) + WORKSPACE + self.model.activations() + RUNTIME
+        return self.model.weights(self.bits) + self.workspace + self.model.activations() + RUNTIME
 
     @property
     def resident(self) -> float:
@@ -134,6 +142,11 @@ class Plan:
             f"--max-num-batched-tokens {CHUNK} --gpu-memory-utilization 0.95 "
             f"--additional-config '{{\"ktx\": {{{ktx}}}}}'"
         )
+
+
+@functools.cache
+def _workspace(layout: PageLayout, q_heads: int, pages: int) -> int:
+    return aot.workspace(layout, q_heads, torch.bfloat16, SparseSettings(), CHUNK, pages)
 
 
 def bytes_of_a_step(pages_chosen: int, context: int = 131072) -> tuple[float, float, float]:
@@ -166,17 +179,20 @@ Written by `python -m benchmarks.memory_plans`, by formula; **not measured: KTX 
 - *All pages* keeps the whole cache on the device.
 - *Hot pool* keeps the headers and one page in 8 (128K) or in 16 (1M) there, and all pages in host memory. KTX has no
   host tier on CUDA yet: these columns are the plan, not a promise.
-- The totals include a workspace of 0.27 GB (the most that the kernels take at once) and an allowance of 0.70 GB for
-  CUDA's context, libraries and graphs."""
+- The totals include the attention kernels' workspace (the most that their launcher allocates at once in a chunk at the
+  context's end: {workspaces}) and an allowance of 0.70 GB for CUDA's context,
+  libraries and graphs."""
 
 
 def document() -> str:
     """The text of docs/memory-plans.md."""
     plans = [(c, Plan(m, bits, n)) for c, m in MODELS.items() for bits in (16, 4) for n in OVERCOMMIT]
+    spaces = {n: [gb(p.workspace) for _, p in plans if p.context == n] for n in OVERCOMMIT}
+    workspaces = ", ".join(f"{' to '.join(sorted({min(x), max(x)}))} GB at {n >> 10}K" for n, x in spaces.items())
     lines = [
         "# Memory plans for a 24 GB card",
         "",
-        INTRODUCTION,
+        INTRODUCTION.format(workspaces=workspaces),
         "",
         "| model | weights | context | weights GB | headers | pages | open pages | activations | total, all pages "
         "| hot pool | total, hot pool | host memory |",

@@ -141,7 +141,7 @@ def ask(llm: Any, recall: tasks.Recall) -> dict[str, Any]:
     answers = engine.generate(llm, questions, 1)
     right = [got[0] == want for got, want in zip(answers, recall.answers, strict=True)]
     room = llm.llm_engine.model_config.max_model_len - len(base)
-    tokens, _, rate = step_through(llm, base, min(DECODE_TOKENS, room), "answering")
+    tokens, _, rate, counted = step_through(llm, base, min(DECODE_TOKENS, room), "answering")
     return {
         "tokens": [*(token for answer in answers for token in answer), *tokens],
         "accuracy": sum(right) / len(right),
@@ -149,28 +149,36 @@ def ask(llm: Any, recall: tasks.Recall) -> dict[str, Any]:
         "decode_tok_s": round(rate, 3),
         "seconds": round(time.perf_counter() - started, 1),
         **cache_bytes(llm, len(base)),
+        **step_bytes(llm, counted, len(base)),
     }
 
 
-def step_through(llm: Any, prompt: list[int], tokens: int, what: str) -> tuple[list[int], float, float]:
-    """Generates greedily; returns the tokens, seconds to the first and tokens a second after it. Prints progress."""
+Stepped = tuple[list[int], float, float, dict[str, Any]]
+
+
+def step_through(llm: Any, prompt: list[int], tokens: int, what: str) -> Stepped:
+    """Generates greedily; returns the tokens, seconds to the first, tokens a second after it, and what KTX's counters
+    gained after it: by decode steps alone. Prints progress."""
     from vllm import SamplingParams
+
+    from vllm_ktx import metrics
 
     core = llm.llm_engine
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     core.add_request(what, {"prompt_token_ids": prompt}, params)
     begun = shown = time.perf_counter()
-    first, out = 0.0, []
+    first, out, before = 0.0, [], metrics.snapshot()
     while core.has_unfinished_requests():
         for done in core.step():
             out = list(done.outputs[0].token_ids)
             if out and not first:
-                first = time.perf_counter() - begun
+                first, before = time.perf_counter() - begun, metrics.snapshot()
         if time.perf_counter() - shown > 10:
             shown = time.perf_counter()
             say(f"{what}: {shown - begun:.0f} s")
     spent = time.perf_counter() - begun - first
-    return out, first, (len(out) - 1) / spent if len(out) > 1 else 0.0
+    counted = {name: value - before[name] for name, value in metrics.snapshot().items()}
+    return out, first, (len(out) - 1) / spent if len(out) > 1 else 0.0, counted
 
 
 def cache_bytes(llm: Any, tokens: int) -> dict[str, int]:
@@ -185,11 +193,47 @@ def cache_bytes(llm: Any, tokens: int) -> dict[str, int]:
     return {"device_bytes": used, "kv_bytes_bf16": dense * tokens}
 
 
+def step_bytes(llm: Any, counted: dict[str, Any], context: int) -> dict[str, Any]:
+    """Bytes of keys, values and headers that a decode step reads, from what KTX counted, and those of bf16 dense; all
+    layers. Empty unless every layer and step was sparse.
+
+    Headers of all pages; plane 0 of the share of the candidates that was looked into; pages read, of which the one
+    being filled and the residual ones are in the model's dtype. A page probed and then read counts for both.
+    """
+    from vllm_ktx.attention_backends.selection import SparseSettings
+    from vllm_ktx.plugin import ktx_config
+
+    config = llm.llm_engine.vllm_config
+    impls = [layer.impl for layer in config.compilation_config.static_forward_context.values()]
+    rows, steps = counted["sparse_rows"], counted["steps"]
+    if not steps or rows != steps * sum(impl.num_kv_heads for impl in impls):
+        return {}
+    layout, heads = impls[0].layout, impls[0].num_kv_heads
+    settings = ktx_config(config).sparse_settings(layout.fmt, layout.page_size)
+    assert isinstance(settings, SparseSettings)
+    first, last = settings.candidates(context + steps, context + steps, layout.page_size)
+    in_full = rows * (1 + layout.fmt.residual_pages)
+    parts = {
+        "headers": counted["sparse_pages_context"] * layout.header_bytes,
+        "plane0": counted["probed_share"] * (last - first) * layout.scoring_bytes,
+        "pages": (counted["sparse_pages_read"] - in_full) * layout.payload_bytes + in_full * layout.dense_bytes,
+    }
+    parts = {name: value / heads / steps for name, value in parts.items()}
+    total, dense = sum(parts.values()), counted["context_tokens"] / steps * len(impls) * layout.dense_bytes
+    dense /= layout.page_size
+    return {
+        "bytes_per_step": {name: round(value) for name, value in {**parts, "all": total, "bf16_dense": dense}.items()},
+        "bytes_ratio": round(dense / total, 2),
+        "pages_per_row": round(counted["sparse_pages_read"] / rows, 1),
+        "probed_share": round(counted["probed_share"] / rows, 3),
+    }
+
+
 def report(document: dict[str, Any]) -> None:
     other = next((name for name in ("stock", "resident") if name in document), "")
     rows = [("", "KTX", {"stock": "stock vLLM", "resident": "all on device"}.get(other, ""))]
-    for key in ("accuracy", "ttft_s", "decode_tok_s", "device_bytes", "kv_bytes_bf16"):
-        rows.append((key, document[key], document.get(other, {}).get(key, "")))
+    for key in ("accuracy", "ttft_s", "decode_tok_s", "device_bytes", "kv_bytes_bf16", "bytes_ratio"):
+        rows.append((key, document.get(key, ""), document.get(other, {}).get(key, "")))
     for name, ours, stock in rows:
         print(f"{name:<16}{ours!s:>14}{stock!s:>14}", file=sys.stderr)
     if "same_tokens" in document:

@@ -80,6 +80,7 @@ class KtxConfig:
     residual_pages: newest sealed pages of a running sequence also kept in the model's dtype; unset: the format's own.
     kernels: `auto` (on CUDA `triton`, else native where it was built), `native` (or fail), `torch` (slow; for
         comparison), `triton` (CUDA, or Triton's interpreter).
+    prefill_kernel: what attends a chunk's blocks of 64 queries on CUDA: `triton`, `xformers` (or fail), or `auto`.
     attention: `sparse` or `dense`; unset: sparse, except for format `none`, whose pages have no headers to rank.
     window, sinks, scoring, select, coverage, top_k, global_ratio, min_pages, max_pages, share: which pages a query
         reads, see `SparseSettings`; unset: its defaults, scoring by headers where keys have no scales per channel.
@@ -105,6 +106,7 @@ class KtxConfig:
     scale_bits: int | None = None
     residual_pages: int | None = None
     kernels: str = "auto"
+    prefill_kernel: str = "auto"
     attention: str | None = None
     window: int | None = None
     sinks: int | None = None
@@ -134,6 +136,7 @@ class KtxConfig:
         _choice("key_scale", self.key_scale, (*SCALE_METHODS, None))
         _choice("value_scale", self.value_scale, (*SCALE_METHODS, None))
         _choice("kernels", self.kernels, ("auto", "native", "torch", "triton"))
+        _choice("prefill_kernel", self.prefill_kernel, ("auto", "triton", "xformers"))
         for name in ("rotate_keys", "rotate_values"):
             if getattr(self, name) not in (None, True, False):
                 raise ValueError(f"ktx.{name}={getattr(self, name)!r}: use true or false")

@@ -75,6 +75,8 @@ def unsupported(vllm_config: Any) -> list[str]:
     model, reasons = vllm_config.model_config, []
     if current_platform.is_cpu() and ktx_config(vllm_config).weights == "prefetch":
         reasons.append("ktx.weights='prefetch' copies weights to a GPU, and this is vLLM's CPU platform: leave it out")
+    if current_platform.is_cpu() and ktx_config(vllm_config).prefill_kernel == "xformers":
+        reasons.append("ktx.prefill_kernel='xformers' runs on CUDA, and this is vLLM's CPU platform: leave it out")
     if not current_platform.is_cpu():
         reasons.append(
             "KTX doesn't serve on CUDA yet (its GPU kernels have been tested without a GPU only, see docs/gpu.md): "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import triton
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
@@ -24,6 +26,7 @@ from vllm_ktx.kv_quant import PageLayout
 
 from ..selection import SparseSettings
 from .launch import TritonKernels
+from .xformers_prefill import Functions, XformersPrefill
 
 # Compute capability -> cards, and shared memory that one thread block may use (CUDA programming guide, table of
 # technical specifications by compute capability), in bytes.
@@ -117,28 +120,78 @@ def record(
         launch = Recorded.of(kernel, args, given)
         found.setdefault(launch.label, launch)
 
-    def empty(*size: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(size, dtype=kind, device="meta")
+    kernels, step = TritonKernels(launch=keep), _step(layout, q_heads, dtype, sparse, tokens, rows, max_pages)
+    k, v, some = step["k"], step["v"], _empty(8)
+    headers = _empty(len(step["payload"]), layout.header_bytes, kind=torch.uint8)
+    strides = k.stride(0), k.stride(1)
+    kernels.seal(layout, k, v, _empty(8, kind=torch.int64), some, headers, step["payload"], None, *strides)
+    kernels.append(layout, k, v, some, some, some, step["open_pages"])
+    for prefill in (None, XformersPrefill(_shapes_only()))[: 1 if sparse is None else 2]:
+        TritonKernels(launch=keep, prefill=prefill).attention(layout, **step)
+    return list(found.values())
 
-    heads, dim, blocks = layout.num_kv_heads, layout.head_dim, 4096
-    kernels = TritonKernels(launch=keep)
-    qkv = empty(tokens, q_heads + 2 * heads, dim, kind=dtype)
+
+def _empty(*size: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.empty(size, dtype=kind, device="meta")
+
+
+def _step(
+    layout: PageLayout, q_heads: int, dtype: torch.dtype, sparse: SparseSettings | None, tokens: int, rows: int,
+    max_pages: int,
+) -> dict[str, Any]:  # fmt: skip
+    """What `TritonKernels.attention` takes for a step of `rows` rows and `tokens` tokens, without memory."""
+    heads, dim, blocks = layout.num_kv_heads, layout.head_dim, 2 * max_pages
+    qkv = _empty(tokens, q_heads + 2 * heads, dim, kind=dtype)
     q, k, v = qkv.split((q_heads, heads, heads), 1)
-    open_pages = empty(64, 2, heads, layout.page_size, dim, kind=dtype)
-    payload, headers = (empty(blocks, n, kind=torch.uint8) for n in (layout.payload_bytes, layout.header_bytes))
-    some = empty(8)
-    kernels.seal(layout, k, v, empty(8, kind=torch.int64), some, headers, payload, None, k.stride(0), k.stride(1))
-    kernels.append(layout, k, v, some, some, some, open_pages)
     account: dict[str, Any] = {}
     if sparse is not None:
-        dropped, depth = (empty(tokens, heads, kind=torch.float32) for _ in range(2))
-        account = {"headers": headers, "sparse": sparse, "dropped": dropped, "depth": depth}
-        account["pages_read"] = empty(tokens, heads)
-    kernels.attention(
-        layout, q, k, v, empty(tokens, q_heads, dim, kind=dtype), empty(rows + 1), empty(rows), empty(rows, max_pages),
-        empty(blocks), payload, open_pages, dim**-0.5, **account,
-    )  # fmt: skip
-    return list(found.values())
+        dropped, depth = (_empty(tokens, heads, kind=torch.float32) for _ in range(2))
+        account = {"sparse": sparse, "dropped": dropped, "depth": depth, "pages_read": _empty(tokens, heads)}
+        account["headers"] = _empty(blocks, layout.header_bytes, kind=torch.uint8)
+    return {
+        "q": q, "k": k, "v": v, "out": _empty(tokens, q_heads, dim, kind=dtype), "cu_q": _empty(rows + 1),
+        "context": _empty(rows), "block_table": _empty(rows, max_pages), "open_slot": _empty(blocks),
+        "payload": _empty(blocks, layout.payload_bytes, kind=torch.uint8),
+        "open_pages": _empty(64, 2, heads, layout.page_size, dim, kind=dtype), "scale": dim**-0.5, **account,
+    }  # fmt: skip
+
+
+class _Peak(TorchDispatchMode):
+    """Bytes that new tensors take at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format:
+            self.now += made.nbytes
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(made, self._free, made.nbytes)
+        return made
+
+    def _free(self, size: int) -> None:
+        self.now -= size
+
+
+def workspace(
+    layout: PageLayout, q_heads: int, dtype: torch.dtype, sparse: SparseSettings | None, tokens: int, max_pages: int
+) -> int:
+    """Most bytes of buffers that attention of one row of `tokens` tokens over up to `max_pages` pages holds at once."""
+    step = _step(layout, q_heads, dtype, sparse, tokens, 1, max_pages)
+    with _Peak() as held:
+        TritonKernels(launch=lambda *args, **options: None).attention(layout, **step)
+    return held.peak
+
+
+def _shapes_only() -> Functions:
+    """xformers' functions as far as shapes go."""
+
+    def attended(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(q), q.new_empty(q.shape[0], *q.shape[2:4], q.shape[1], dtype=torch.float32)
+
+    return Functions(attended, attended, lambda outs, lses: (outs[0].float(), lses[0]))
 
 
 def compile_all(launches: list[Recorded], archs: tuple[int, ...] = tuple(ARCHS)) -> Iterator[Compiled]:

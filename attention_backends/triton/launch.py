@@ -26,10 +26,12 @@ from .score import fresh_moments, known_blocks, probe_pages, score_headers
 from .seal import append_rows, seal_pages
 from .select import choose_pages, rank_headers
 from .units import BLOCK, plan_units
+from .xformers_prefill import XformersPrefill
 
 BLOCK_QUERIES = int(BLOCK.value)
 SAMPLES = 16  # queries that a block unit asks with, by head: `sparse_pages.SAMPLE_STEP` apart
-WAVE_BYTES = 256 << 20  # estimates held at once
+WAVE_BYTES = 128 << 20  # estimates held at once, of LEAST_BLOCKS blocks at least
+LEAST_BLOCKS = 4  # choosing is a program for each block and kv head: fewer would leave most of a card idle
 FRESH_SPLIT = 1024  # own tokens of one split
 PROBE_PAGES = 16
 _geometry = functools.lru_cache(maxsize=256)(Geometry.of)
@@ -76,9 +78,12 @@ class TritonKernels:
     name = "triton"
     pages = False  # attention takes no residency: all pages must be on the device
 
-    def __init__(self, blocking: Blocking | None = None, launch: Launcher = launch) -> None:
-        """`blocking`: None chooses by head_dim. `launch`: what runs a kernel (`aot.py` records instead)."""
-        self.blocking, self.launch = blocking, launch
+    def __init__(
+        self, blocking: Blocking | None = None, launch: Launcher = launch, prefill: XformersPrefill | None = None
+    ) -> None:
+        """`blocking`: None chooses by head_dim. `launch`: what runs a kernel (`aot.py` records instead). `prefill`:
+        what attends blocks of 64 queries over chosen pages, instead of `attend_blocks`."""
+        self.blocking, self.launch, self.prefill = blocking, launch, prefill
 
     def seal(
         self,
@@ -168,6 +173,7 @@ class TritonKernels:
             self.launch, layout, self.blocking or Blocking.of(shape), shape, q, k, v, out, cu_q, context, block_table,
             open_slot, payload, open_pages, float(scale), float(softcap), payload_slot, lse, headers,
             _checked(layout, sparse, headers), dropped, pages_read, chosen, depth, min(len(q), max_query_len or len(q)),
+            self.prefill,
         ).run()  # fmt: skip
 
 
@@ -219,6 +225,7 @@ class _Step:
     handed: torch.Tensor | None
     depth: torch.Tensor | None
     max_query: int
+    prefill: XformersPrefill | None
 
     def __post_init__(self) -> None:
         # Coverage 1 leaves nothing out: the dense kernels then, and accounts that say so.
@@ -295,13 +302,13 @@ class _Step:
         return torch.empty(size, dtype=dtype, device=self.q.device)
 
     def _wave(self, samples: int) -> int:
-        """Units whose estimates and splits fit WAVE_BYTES."""
+        """Units whose estimates and splits are held at once."""
         shape, unit = self.L, 1
         if not self.dense:
             unit += 4 * shape.heads * self.pages_stride * (2 * shape.group * samples + shape.group + 2)
         if samples == 1:
             unit += 4 * self.splits * shape.heads * shape.group * (1 + shape.rotate) * shape.dim
-        return max(1, WAVE_BYTES // unit)
+        return max(1 if samples == 1 else LEAST_BLOCKS, WAVE_BYTES // unit)
 
     def _token_wave(self, first: int, units: int) -> None:
         shape, fresh, lead, splits = self.L, self.fresh, self.lead, self.splits
@@ -409,6 +416,9 @@ class _Step:
         chosen = lengths = self.blocks
         if not self.dense:
             chosen, lengths = self._choose(self.blocks, first, units, SAMPLES, None, 1, 1)
+        if self.prefill is not None and self.prefill.fits(self):
+            self.prefill.attend(self, first, units, chosen, lengths)
+            return
         parts = -(-min(self.max_query, BLOCK_QUERIES) * shape.group // rows)
         self.launch(attend_blocks, (units, shape.heads, parts),
             self.q, self.k, self.v, self.out, self.lse, self.cu_q, self.context, self.table, self.open_slot,

@@ -164,8 +164,8 @@ def sealed_scores(q, page, head, t0, FOLD: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
-def sealed_values(weights, dtype: tl.constexpr, page, head, t0, L: tl.constexpr):
-    """`weights` float32 `[M, tile]` times the (rotated) values of tokens `t0 ..`: float32 `[M, 2 * half]`."""
+def value_codes(page, head, t0, L: tl.constexpr):
+    """Value codes int32 `[tile, 2 * half]` of tokens `t0 ..` of the payload at `page`, in value order."""
     t = t0 + tl.arange(0, L.tile)
     c = tl.arange(0, L.half)
     base = page + L.at_v_codes + head * L.head_v_codes
@@ -173,12 +173,18 @@ def sealed_values(weights, dtype: tl.constexpr, page, head, t0, L: tl.constexpr)
         valid = within(c[None, :], L.dim // 2, L)
         packed = tl.load(base + t[:, None] * (L.dim // 2) + c[None, :], mask=valid, other=0).to(tl.int32)
         raw = (packed[:, None, :] >> (4 * tl.arange(0, 2)[None, :, None])) & 15
-        raw = tl.reshape(raw, (L.tile, 2 * L.half))
+        return tl.reshape(raw, (L.tile, 2 * L.half))
     else:
         d = tl.arange(0, 2 * L.half)
         valid = within(d[None, :], L.dim, L)
-        raw = tl.load(base + t[:, None] * L.dim + d[None, :], mask=valid, other=0).to(tl.int32)
-    codes = centered(raw, L.v_bits, dtype)
+        return tl.load(base + t[:, None] * L.dim + d[None, :], mask=valid, other=0).to(tl.int32)
+
+
+@triton.jit
+def sealed_values(weights, dtype: tl.constexpr, page, head, t0, L: tl.constexpr):
+    """`weights` float32 `[M, tile]` times the (rotated) values of tokens `t0 ..`: float32 `[M, 2 * half]`."""
+    t = t0 + tl.arange(0, L.tile)
+    codes = centered(value_codes(page, head, t0, L), L.v_bits, dtype)
     middle: tl.constexpr = ((1 << L.v_bits) - 1) * 0.5
     scales = page + L.at_v_scale + head * L.head_v_scale
     minima = page + L.at_v_min + head * L.head_v_scale

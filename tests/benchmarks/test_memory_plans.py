@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+pytest.importorskip("triton")
 from benchmarks import memory_plans
 from benchmarks.memory_plans import MODELS, Plan
 
@@ -29,7 +31,7 @@ def test_parameters_are_those_that_the_models_publish(name, billions):
 
 
 def test_llama_with_128k_tokens_takes_18_gb_with_a_hot_pool():
-    assert Plan(LLAMA, 16, 131072).tiered < 18.05e9
+    assert Plan(LLAMA, 16, 131072).tiered <= 18e9
 
 
 def test_a_decode_step_reads_a_twentieth_of_bf16_up_to_a_number_of_chosen_pages():
@@ -38,6 +40,12 @@ def test_a_decode_step_reads_a_twentieth_of_bf16_up_to_a_number_of_chosen_pages(
     assert dense / sum(memory_plans.bytes_of_a_step(128)) < 20
 
 
-def test_the_workspace_is_the_launchers():
-    launch = pytest.importorskip("vllm_ktx.attention_backends.triton.launch")
-    assert memory_plans.WORKSPACE == launch.WAVE_BYTES
+def test_the_workspace_is_bounded_by_waves_and_grows_with_what_a_step_needs():
+    from vllm_ktx.attention_backends.triton import aot, launch
+
+    chunk, longer = Plan(LLAMA, 16, 131072), Plan(LLAMA, 16, 1 << 20)
+    assert 0.9 * launch.WAVE_BYTES < chunk.workspace < 1.1 * launch.WAVE_BYTES < longer.workspace
+    sparse = memory_plans.SparseSettings()
+    decode = aot.workspace(chunk.layout, LLAMA.q_heads, torch.bfloat16, sparse, 1, chunk.pages)
+    scores = 4 * LLAMA.q_heads * chunk.pages  # log-masses of one query, held twice, and their variances or shares
+    assert 2 * scores < decode < chunk.workspace / 20

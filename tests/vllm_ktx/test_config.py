@@ -30,6 +30,10 @@ def test_everything_has_a_default():
         ({"format": {"default": "k4", "layers": {}}}, "ktx.format.default='k4'"),
         ({"format": {"default": "k4v4", "layers": {"0-3": "k8v4", "2": "k8v8"}}}, "names layer 2 twice"),
         ({"kernels": True}, "ktx.kernels=True: use one of auto, native, torch"),
+        (
+            {"prefill_kernel": "xformer"},
+            "ktx.prefill_kernel='xformer': use one of auto, triton.*did you mean 'xformers'",
+        ),
         ({"key_scale": "per_chanel"}, "ktx.key_scale='per_chanel'.*did you mean 'per_channel'"),
         ({"rotate_keys": "yes"}, "ktx.rotate_keys='yes': use true or false"),
         ({"scale_bits": 4}, "ktx.scale_bits=4: use one of 16, 8"),

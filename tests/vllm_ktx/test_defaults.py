@@ -48,14 +48,18 @@ def test_prefetched_weights_are_vllms_own_offload():
     assert left.offload_config == OffloadConfig(), "resident leaves vLLM's own flags alone"
 
 
-def test_prefetched_weights_are_refused_on_cpu(retrieval_small):
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"weights": "prefetch"}, "ktx.weights='prefetch' copies weights to a GPU"),
+        ({"prefill_kernel": "xformers"}, "ktx.prefill_kernel='xformers' runs on CUDA"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_on_cpu(setting, reason, retrieval_small):
     from vllm.engine.arg_utils import EngineArgs
 
     args = EngineArgs(
-        str(retrieval_small),
-        attention_backend="KTX",
-        additional_config={"ktx": {"weights": "prefetch"}},
-        max_model_len=2048,
+        str(retrieval_small), attention_backend="KTX", additional_config={"ktx": setting}, max_model_len=2048
     )
-    with pytest.raises(ValueError, match="ktx.weights='prefetch' copies weights to a GPU.*leave it out"):
+    with pytest.raises(ValueError, match=f"{reason}.*leave it out"):
         args.create_engine_config()
