@@ -73,7 +73,7 @@ class LengthGroupedBatcher(Generic[Item]):
     """Waiting requests in length buckets, and the plan of each step. Items are any hashable objects.
 
     A step goes: `plan(running)`, then running requests take tokens in the order and within the `limit`s of the plan,
-    then `peek` / `pop` admit waiting ones while there is room, then `advance(tokens scheduled)`.
+    then `peek`, `limit`, `pop` admit waiting ones while there is room, then `advance(tokens scheduled)`.
 
     token_budget: most tokens of a step.
     prefill_share: part of a step's tokens that a long prefill gets while other requests want to run; above 0, to 1.
@@ -168,8 +168,6 @@ class LengthGroupedBatcher(Generic[Item]):
         ticket.waiting = False
         if ticket.bucket > self.short:
             self._lane.append(self._rank(ticket))
-            if self._cap is not None:
-                self._limits[ticket.item] = self._cap
         return ticket.item
 
     def __len__(self) -> int:
@@ -228,8 +226,12 @@ class LengthGroupedBatcher(Generic[Item]):
         ]
 
     def limit(self, item: Item) -> int | None:
-        """Most tokens that the request may take in the planned step; 0: none, None: as many as there are."""
-        return self._limits.get(item)
+        """Most tokens that the request may take in the planned step; 0: none, None: as many as there are.
+
+        Of a waiting request it is asked before `pop`.
+        """
+        ticket = self._waiting.get(item)
+        return self._limits.get(item) if ticket is None else self._cap if ticket.bucket > self.short else None
 
     def advance(self, tokens: int) -> None:
         """Moves the clock by the tokens that a step scheduled."""

@@ -80,6 +80,9 @@ def test_a_long_prefill_is_capped_to_its_share_while_others_want_to_run(share, w
     batcher.add("waiting", 10)
     batcher.plan([long, decode])
     assert batcher.limit("long") == with_short and batcher.limit("waiting") is None
+    batcher.add("later", 64 * K)
+    batcher.plan([decode])
+    assert batcher.limit("later") == with_short, "before it is popped, when vLLM asks"
 
 
 def test_the_holder_advances_beside_any_number_of_decoding_rows():
