@@ -6,6 +6,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -55,3 +56,13 @@ def test_the_first_chunk_of_a_long_prefill_has_its_share_too(scheduler):
     ask(scheduler, "long", 60_000)
     assert step(scheduler) == {"short": 1, "long": BUDGET // 2}, "beside decoding requests"
     assert step(scheduler) == {"short": 1, "long": BUDGET // 2}
+
+
+def test_a_request_that_cannot_start_keeps_no_other_out(scheduler):
+    blocked = ask(scheduler, "blocked", 60_000, structured_outputs=StructuredOutputsParams(regex="a"))
+    ask(scheduler, "other", 60_000)
+    for i in range(29):
+        assert step(scheduler) == {"other": BUDGET}, "one long prefill at a time"
+        if i == 1:
+            blocked.structured_output_request.grammar = Mock()
+    assert step(scheduler) == {"other": 60_000 - 29 * BUDGET, "blocked": BUDGET // 4}
