@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -53,7 +55,7 @@ class ServeOptions:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{flag(name)} {value}: use a whole number, 1 or more")
         for name in ("drain_seconds", "start_seconds", "replica_cpus"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{flag(name)} {getattr(self, name)}: use a number, 0 or more")
         for argument in self.arguments if self.replicas > 1 else ():
             if argument.startswith(_PUBLIC_ONLY):
@@ -72,7 +74,7 @@ class ServeOptions:
                 f"args: {unknown[0]!r} is not a setting of vllm-ktx serve (known: {', '.join(sorted(known))})"
             )
         settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
-        settings["arguments"] = with_ktx(tuple(str(argument) for argument in settings.get("arguments", ())))
+        settings["arguments"] = with_ktx(spelled(settings.get("arguments", ())))
         return cls(**settings)
 
     @property
@@ -122,15 +124,26 @@ def parse(argv: Sequence[str]) -> ServeOptions:
     parser.add_argument("--replica-gpus", type=float, help="that Ray reserves; default: as vLLM's parallel sizes say")
     parser.add_argument("--host", default=defaults.host)
     parser.add_argument("--port", type=int, default=defaults.port)
-    ours, rest = parser.parse_known_args(argv)
+    ours, rest = parser.parse_known_args(spelled(argv))
     if ours.replicas == 1:
         rest += ["--host", ours.host, "--port", str(ours.port)]
     return ServeOptions(arguments=with_ktx(tuple(rest)), **vars(ours))
 
 
+def spelled(arguments: Iterable[Any]) -> tuple[str, ...]:
+    """Options as vLLM reads them: dashes for underscores in a name, up to its first dot."""
+
+    def one(argument: str) -> str:
+        name = re.match(r"--[^.=]*", argument)
+        return name[0].replace("_", "-") + argument[name.end() :] if name else argument
+
+    return tuple(one(str(argument)) for argument in arguments)
+
+
 def with_ktx(arguments: tuple[str, ...]) -> tuple[str, ...]:
     """`arguments` of vllm serve, with KTX as attention backend unless they name one."""
-    named = any(a.split("=")[0] in ("--attention-backend", "--attention-config", "-ac") for a in arguments)
+    names = ("--attention-backend", "--attention-config", "-ac", "--attention-config.backend", "-ac.backend")
+    named = any(a.split("=")[0] in names for a in arguments)
     return arguments if named else (*arguments, "--attention-backend", "ktx")
 
 

@@ -17,6 +17,16 @@ def test_what_is_not_ours_is_vllms():
     assert one.arguments == ("m", "--attention-backend", "CPU_ATTN", "--host", "0.0.0.0", "--port", "9000")
 
 
+@pytest.mark.parametrize(
+    "option", ["--attention_backend", "--attention-config.backend", "--attention_config.backend=X", "-ac.backend"]
+)
+def test_a_named_backend_stays_however_it_is_spelled(option):
+    assert "ktx" not in parse(["m", option, "FLASH_ATTN"]).arguments
+    assert parse(["m", "--attention_config.flash_attn_version", "3"]).arguments[1:5] == (
+        *("--attention-config.flash_attn_version", "3", "--attention-backend", "ktx"),
+    )
+
+
 def test_one_replica_is_vllm_serve_itself_and_needs_no_ray(monkeypatch):
     became = []
     monkeypatch.setattr("os.execv", lambda path, argv: became.append(argv) or (_ for _ in ()).throw(SystemExit))
@@ -40,6 +50,8 @@ def test_two_replicas_without_ray_name_the_extra(monkeypatch, capsys):
         (["m", "--replicas", "0"], "--replicas 0: use a whole number, 1 or more"),
         (["m", "--max-body-mib", "0"], "--max-body-mib 0"),
         (["m", "--replicas", "2", "--ssl-keyfile=x"], "--ssl-keyfile is about the public address"),
+        (["m", "--replicas", "2", "--root_path", "/x"], "--root-path is about the public address"),
+        (["m", "--replicas", "2", "--drain_seconds", "nan"], "--drain-seconds nan: use a number, 0 or more"),
     ],
 )
 def test_errors_name_the_option(argv, message, capsys):
@@ -57,6 +69,8 @@ def test_settings_of_a_yaml_file():
 def test_what_ray_reserves(monkeypatch):
     monkeypatch.setattr(options, "is_cpu_build", lambda: False)
     assert ServeOptions(("m", "-tp", "2", "--pipeline-parallel-size=2")).gpus == 4
+    assert parse(["m", "--replicas", "2", "--tensor_parallel_size", "4"]).gpus == 4
+    assert ServeOptions.of({"arguments": ["m", "--tensor_parallel_size=4"]}).gpus == 4
     assert ServeOptions(("m",)).gpus == 1 and ServeOptions(("m",), replica_gpus=0.5).gpus == 0.5
     assert ServeOptions(("m",)).server_environment() == {}
     monkeypatch.setattr(options, "is_cpu_build", lambda: True)
