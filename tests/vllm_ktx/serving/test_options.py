@@ -34,7 +34,7 @@ def test_one_replica_is_vllm_serve_itself_and_needs_no_ray(monkeypatch):
     with pytest.raises(SystemExit):
         cli.main(["serve", "model", "--dtype", "float32"])
     server = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "model", "--dtype", "float32"]
-    assert became == [[*server, "--host", "0.0.0.0", "--port", "8000", "--attention-backend", "ktx"]]
+    assert became == [[*server, "--attention-backend", "ktx", "--host", "0.0.0.0", "--port", "8000"]]
 
 
 def test_two_replicas_without_ray_name_the_extra(monkeypatch, capsys):
@@ -57,6 +57,14 @@ def test_two_replicas_without_ray_name_the_extra(monkeypatch, capsys):
 def test_errors_name_the_option(argv, message, capsys):
     assert cli.main(["serve", *argv]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_options_of_several_replicas_are_not_ignored_in_silence(capsys):
+    assert parse(["m", "--drain-seconds", "5", "--attempts=2", "--port", "1"]).drain_seconds == 5
+    expected = "vllm-ktx serve: --attempts, --drain-seconds do nothing without --replicas above 1\n"
+    assert capsys.readouterr().err == expected
+    parse(["m"]), parse(["m", "--replicas", "2", "--drain-seconds", "5"])
+    assert capsys.readouterr().err == ""
 
 
 def test_settings_of_a_yaml_file():
