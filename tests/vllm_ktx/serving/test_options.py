@@ -41,7 +41,7 @@ def test_two_replicas_without_ray_name_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setitem(sys.modules, "ray.serve", None)
     assert cli.main(["serve", "model", "--replicas", "2"]) == 2
-    assert "pip install 'vllm-ktx[ray]'" in capsys.readouterr().err
+    assert "pip install -e '.[ray]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
