@@ -301,7 +301,8 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         if first == last:
             return {"sparse": None, "context_pages": torch.empty(0, dtype=torch.int64), "audit": None}
         pages = torch.repeat_interleave(-(-context.long() // size), cu_q.diff().long())
-        return {"sparse": sparse, "context_pages": pages, "audit": self.audit.next_turn(AUDITED_LAYERS)}
+        audit = self.audit.next_turn(min(AUDITED_LAYERS, self.vllm_config.model_config.get_total_num_hidden_layers()))
+        return {"sparse": sparse, "context_pages": pages, "audit": audit}
 
 
 def _plan_tensors(plan: StepPlan) -> dict[str, Any]:

@@ -160,13 +160,13 @@ def simulate(
             size = job.ask.prompt + job.ask.output
             if used + size > memory:
                 break
+            chunks[job] = _allowed(policy, job, budget)  # vLLM asks for it before it takes the request out
             policy.pop()
             if watch:
                 watch(job.ask)
             job.done.admitted = clock
             used += size
             running.append(job)
-            chunks[job] = _allowed(policy, job, budget)
             budget -= chunks[job]
         if not chunks:
             raise RuntimeError("a step scheduled nothing")

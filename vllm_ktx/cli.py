@@ -47,8 +47,8 @@ def serve(argv: list[str]) -> int:
         import ray.serve  # noqa: F401
     except ImportError:
         print(
-            f"vllm-ktx serve: --replicas {chosen.replicas} needs Ray Serve: pip install 'vllm-ktx[ray]' "
-            "(or use --replicas 1, which needs no Ray)",
+            f"vllm-ktx serve: --replicas {chosen.replicas} needs Ray Serve: in the checkout of vLLM-KTX, "
+            "pip install -e '.[ray]' (or use --replicas 1, which needs no Ray)",
             file=sys.stderr,
         )
         return 2

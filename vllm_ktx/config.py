@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +19,8 @@ from .attention_backends.selection import SparseSettings
 from .kv_quant import PRESETS, SCALE_METHODS, KVFormat, parse_format
 from .kv_quant.scale_methods import SCALE_BITS
 from .offload import POLICIES
+
+logger = logging.getLogger("vllm.ktx")
 
 # What vLLM's own names of a per-token quantized cache stand for when KTX serves them.
 FORMAT_OF_CACHE_DTYPE = {"int8_per_token_head": "k8v8", "int4_per_token_head": "k4v4"}
@@ -85,7 +90,7 @@ class KtxConfig:
     window, sinks, scoring, select, coverage, top_k, global_ratio, min_pages, max_pages, share: which pages a query
         reads, see `SparseSettings`; unset: its defaults, scoring by headers where keys have no scales per channel.
     dense_layers: the first layers that read all pages whatever the context.
-    audit_rate: share of steps that one layer recomputes densely, to measure what sparsity dropped; 0: none.
+    audit_rate: share of steps that recompute every fourth layer densely, to measure what sparsity dropped; 0: none.
     overcommit: pages for each one that the device's memory holds, at least 1; `auto`: as many as host memory and disk
     hold.
     host_gib, disk_gib: memory and disk space for pages that the device doesn't hold, in GiB, of all ranks together.
@@ -153,13 +158,13 @@ class KtxConfig:
         self._check_tiers()
 
     def _check_tiers(self) -> None:
-        if self.overcommit != "auto" and (not _is_number(self.overcommit) or self.overcommit < 1):  # type: ignore[operator]
+        if self.overcommit != "auto" and not (_is_number(self.overcommit) and 1 <= self.overcommit < math.inf):  # type: ignore[operator]
             raise ValueError(f"ktx.overcommit={self.overcommit!r}: use 'auto' or a number from 1 up")
         for name in ("host_gib", "disk_gib"):
             size = getattr(self, name)
             if not _is_number(size) or not 0 <= size < 2**20:
                 raise ValueError(f"ktx.{name}={size!r}: use a number of GiB, 0 or more")
-        if self.disk_gib and not isinstance(self.disk_dir, str):
+        if self.disk_gib and not (isinstance(self.disk_dir, str) and self.disk_dir):
             raise ValueError(f"ktx.disk_gib={self.disk_gib:g} needs ktx.disk_dir: name a folder on a local disk")
         if self.disk_dir is not None and not self.disk_gib:
             raise ValueError(f"ktx.disk_dir={self.disk_dir!r} needs ktx.disk_gib: say how much may be used there")
@@ -243,12 +248,7 @@ class KtxConfig:
             return None
         given = {name: getattr(self, name) for name in _SPARSE_FIELDS if getattr(self, name) is not None}
         if self.attention == "dense" or (self.attention is None and not fmt.quantized):
-            if given:
-                raise ValueError(
-                    f"ktx.{next(iter(given))} is a setting of sparse attention, and attention is dense here "
-                    f"(ktx.attention={self.attention!r}, ktx.format={fmt.name!r}): leave it out, or choose a quantized "
-                    "format and ktx.attention='sparse'"
-                )
+            self._check_needs(None)
             return None
         if not fmt.quantized:
             raise ValueError("ktx.attention='sparse' needs page headers: choose a quantized ktx.format, not 'none'")
@@ -263,10 +263,49 @@ class KtxConfig:
                 given.setdefault("select", name)
         settings = SparseSettings(**given)
         settings.check_page_size(page_size)
+        self._check_needs(settings)
         return settings
+
+    def _check_needs(self, sparse: SparseSettings | None) -> None:
+        """Refuses settings, other than their defaults, that would be ignored beside the others; or warns once, where
+        scripts switch the other."""
+        for names, need, met, refused in _NEEDS:
+            for name in (n for n in names if getattr(self, n) != _DEFAULTS[n]):
+                if not met(self, sparse):
+                    text = f"ktx.{name}={getattr(self, name)!r} does nothing without {need}"
+                    if refused:
+                        raise ValueError(f"{text}: add that, or leave ktx.{name} out")
+                    _warn(text)
 
 
 _SPARSE_FIELDS = tuple(f.name for f in dataclasses.fields(SparseSettings))
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(KtxConfig)}
+# Settings, what they need to have an effect, whether it is there, and whether its lack is refused.
+_NEEDS: tuple[tuple[tuple[str, ...], str, Callable[[KtxConfig, Any], bool], bool], ...] = (
+    (
+        (*_SPARSE_FIELDS, "dense_layers", "audit_rate"),
+        "sparse attention (a quantized ktx.format, and ktx.attention not 'dense')",
+        lambda ktx, sparse: sparse is not None,
+        True,
+    ),
+    (("coverage", "max_pages"), "ktx.select='coverage'", lambda ktx, sparse: sparse.select == "coverage", True),
+    (("max_pages",), "ktx.coverage below 1", lambda ktx, sparse: sparse.coverage < 1, True),
+    (("share",), "ktx.scoring='cascade'", lambda ktx, sparse: sparse.scoring == "cascade", True),
+    (
+        ("eviction", "prefetch_layers", "trace"),
+        "pages off the device (ktx.host_gib or ktx.disk_gib)",
+        lambda ktx, sparse: ktx.host_gib + ktx.disk_gib > 0,
+        True,
+    ),
+    (("host_gib", "disk_gib"), "ktx.overcommit above 1 or 'auto'", lambda ktx, sparse: ktx.overcommit != 1, False),
+    (("prefill_share",), "ktx.scheduler='length_grouped'", lambda ktx, sparse: ktx.scheduler != "stock", False),
+)
+
+
+@functools.cache
+def _warn(line: str) -> None:
+    """Once: every layer reads its settings."""
+    logger.warning("KTX: %s", line)
 
 
 def _is_number(value: Any) -> bool:

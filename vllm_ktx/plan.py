@@ -53,6 +53,8 @@ def memory_plan(
         rows.insert(3, ("device", f"{cached}, {gib(num_blocks * layout.page_bytes * num_layers)}"))
     if tiers is not None and tiered:
         rows[3:3] = _tier_rows(layout, num_layers, num_blocks, tiers)
+    elif tiers is not None and tiers.host_bytes + tiers.disk_bytes:
+        rows.insert(3, ("below the device", "nothing: overcommit is 1, the device holds every page"))
     return rows
 
 

@@ -61,6 +61,8 @@ def settle_format(vllm_config: Any, config: KtxConfig, page_size: int) -> None:
     layers, named = model.get_total_num_hidden_layers(), config.layer_formats().last
     if named >= layers:
         raise ValueError(f"ktx.format.layers names layer {named}, and the model has layers 0 to {layers - 1}")
+    if config.dense_layers > layers:
+        raise ValueError(f"ktx.dense_layers={config.dense_layers}: the model has {layers} layers, use as many or fewer")
     chosen = choose_format(vllm_config, config, page_size)
     chosen.sparse_settings(chosen.kv_format(cache_dtype), page_size)
     if chosen is not config:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-pytest.importorskip("ray.serve", reason="Ray is not installed (pip install 'vllm-ktx[ray]')")
+pytest.importorskip("ray.serve", reason="Ray is not installed (pip install -e '.[ray]')")
 pytest.importorskip("psutil")
 
 from benchmarks.replicas import HEADER, Service, server_arguments

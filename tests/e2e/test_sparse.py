@@ -186,7 +186,7 @@ def test_dropped_mass_is_exported_by_layer_and_dense_layers_drop_none(retrieval_
         ({"format": "none", "attention": "sparse"}, "choose a quantized ktx.format, not 'none'"),
         ({"top_k": 9, "select": "coverage"}, "ktx.top_k=9 .*set ktx.select='top_k' and a value"),
         ({"min_pages": 9, "max_pages": 4}, "ktx.max_pages=4 is below ktx.min_pages=9: raise ktx.max_pages to 9"),
-        ({"attention": "dense", "window": 128}, "ktx.window is a setting of sparse attention, and attention is dense"),
+        ({"attention": "dense", "window": 128}, "ktx.window=128 does nothing without sparse attention"),
         ({"scoring": "header,"}, "ktx.scoring='header,': use one of header, cascade, codes; did you mean 'header'"),
     ],
 )

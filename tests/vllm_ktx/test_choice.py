@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm_ktx.choice import choose_format
 from vllm_ktx.config import KtxConfig
+from vllm_ktx.plugin import settle_format
 from vllm_ktx.probe import store
 
 
@@ -131,3 +132,16 @@ def test_the_hash_tells_the_outlier_variants_apart(smollm2, tmp_path):
 
     folded = fold_key_outliers(smollm2, tmp_path / "folded", 8)
     assert store.model_hash(folded) not in (None, store.model_hash(smollm2))
+
+
+def test_no_more_dense_layers_than_the_model_has(model):
+    layers = SimpleNamespace(get_head_size=lambda: 64, get_total_num_hidden_layers=lambda: 2)
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(model=str(model), revision=None, **vars(layers)),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        load_config=SimpleNamespace(download_dir=None),
+        additional_config={},
+    )
+    settle_format(vllm_config, KtxConfig(dense_layers=2), 64)
+    with pytest.raises(ValueError, match="ktx.dense_layers=3: the model has 2 layers, use as many or fewer"):
+        settle_format(vllm_config, KtxConfig(dense_layers=3), 64)

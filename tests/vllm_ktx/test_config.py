@@ -1,5 +1,7 @@
 """Settings: defaults, errors that name the setting and the fix, and what follows from combinations."""
 
+import dataclasses
+
 import pytest
 
 from vllm_ktx.config import KtxConfig
@@ -44,7 +46,7 @@ def test_everything_has_a_default():
         ({"audit_rate": 2}, "ktx.audit_rate=2: use a number from 0 to 1"),
         ({"window": 1000}, "ktx.window=1000 is not a multiple of the page size 64 .*use 1024"),
         ({"coverage": 1.5}, "ktx.coverage=1.5: use a number above 0 and up to 1"),
-        ({"coverage": 0.9, "format": "none"}, "ktx.coverage is a setting of sparse attention"),
+        ({"coverage": 0.9, "format": "none"}, "ktx.coverage=0.9 does nothing without sparse attention"),
         ({"attention": "sparse", "format": "none"}, "needs page headers: choose a quantized ktx.format"),
         ({"key_scale": "per_token", "scoring": "codes"}, "use ktx.scoring='header' or ktx.key_scale='per_channel'"),
         ({"min_pages": 200}, "raise ktx.max_pages to 200 or lower ktx.min_pages"),
@@ -54,6 +56,19 @@ def test_everything_has_a_default():
         ({"scheduler": "length-grouped"}, "did you mean 'length_grouped'"),
         ({"prefill_share": 0}, "ktx.prefill_share=0: use a number above 0 and up to 1"),
         ({"weights": "prefetched"}, "ktx.weights='prefetched': use one of resident, prefetch; did you mean"),
+        ({"eviction": "clock"}, "ktx.eviction='clock' does nothing without pages off the device .*ktx.host_gib"),
+        ({"prefetch_layers": 3}, "ktx.prefetch_layers=3 does nothing without pages off the device"),
+        ({"trace": True}, "ktx.trace=True does nothing without pages off the device"),
+        ({"attention": "dense", "audit_rate": 0.1}, "ktx.audit_rate=0.1 does nothing without sparse attention"),
+        ({"format": "none", "dense_layers": 2}, "ktx.dense_layers=2 does nothing without sparse attention"),
+        ({"top_k": 4, "coverage": 0.5}, "ktx.coverage=0.5 does nothing without ktx.select='coverage'"),
+        ({"global_ratio": 0.1, "max_pages": 64}, "ktx.max_pages=64 does nothing without ktx.select='coverage'"),
+        ({"coverage": 1, "max_pages": 64}, "ktx.max_pages=64 does nothing without ktx.coverage below 1"),
+        ({"scoring": "header", "share": 0.5}, "ktx.share=0.5 does nothing without ktx.scoring='cascade': add that, or"),
+        ({"key_scale": "per_token", "share": 0.5}, "ktx.share=0.5 does nothing without ktx.scoring='cascade'"),
+        ({"disk_gib": 1, "disk_dir": ""}, "ktx.disk_gib=1 needs ktx.disk_dir"),
+        ({"host_gib": 1, "overcommit": float("nan")}, "ktx.overcommit=nan: use 'auto' or a number"),
+        ({"host_gib": 1, "overcommit": float("inf")}, "ktx.overcommit=inf: use 'auto' or a number"),
         ({"max_pages": 2**33}, "ktx.max_pages=8589934592: use a whole number"),
     ],
 )
@@ -84,3 +99,29 @@ def test_what_follows_from_combinations():
     assert sparse({"key_scale": "per_token"}).scoring == "header"
     assert sparse({"top_k": 5}).select == "top_k"
     assert sparse({"global_ratio": 0.01}).select == "global_ratio"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"host_gib": 2, "overcommit": 1}, "KTX: ktx.host_gib=2 does nothing without ktx.overcommit above 1 or 'auto'"),
+        (
+            {"scheduler": "stock", "prefill_share": 0.1},
+            "KTX: ktx.prefill_share=0.1 does nothing without ktx.scheduler='length_grouped'",
+        ),
+    ],
+)
+def test_what_scripts_switch_is_said_once(settings, message, monkeypatch):
+    said = []
+    monkeypatch.setattr("vllm_ktx.config.logger.warning", lambda text, *values: said.append(text % values))
+    for _ in range(3):
+        assert sparse(settings) is not None
+    assert said == [message]
+
+
+def test_defaults_never_complain():
+    """Neither when left out nor when written out, whatever is chosen beside them."""
+    written = {f.name: f.default for f in dataclasses.fields(KtxConfig) if f.default is not None}
+    for chosen in ({}, {"attention": "dense"}, {"format": "none"}, {"top_k": 3}, {"scoring": "header"}):
+        sparse(chosen)
+        sparse(written | chosen)

@@ -1,14 +1,20 @@
 """The memory plan's arithmetic, and the counters' path to Prometheus."""
 
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from vllm_ktx.attention_backends.audit import Audit
 from vllm_ktx.attention_backends.selection import SparseSettings
+from vllm_ktx.config import KtxConfig
 from vllm_ktx.kv_quant import PageLayout, parse_format
 from vllm_ktx.metrics import KtxStats
 from vllm_ktx.offload.open_pages import OpenPageStats
 from vllm_ktx.plan import memory_plan
+from vllm_ktx.tiering import plan_tiers
 
 
 def test_plan_states_bytes_and_capacity():
@@ -20,6 +26,29 @@ def test_plan_states_bytes_and_capacity():
     assert rows["attention"].startswith("sparse: sinks 64, window 4096, then by cascade: coverage 0.95")
     assert "dense" in dict(memory_plan(layout, 32, None, 10, 131072, None))["attention"]
     assert rows["bytes a token"].endswith("(3.55x)")
+    assert "below the device" not in rows
+
+
+def test_plan_says_when_host_memory_and_disk_are_not_needed():
+    layout = PageLayout(parse_format("k4v4"), 64, 8, 128)
+    tiers = plan_tiers(KtxConfig(host_gib=1), layout, 32, 1, 8 << 30)
+    rows = dict(memory_plan(layout, 32, 1000, 10, 131072, SparseSettings(), tiers))
+    assert rows["below the device"] == "nothing: overcommit is 1, the device holds every page"
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 30])
+def test_every_audited_step_has_layers_to_audit(layers):
+    from vllm_ktx.attention_backends.ktx import AUDITED_LAYERS, KTXMetadataBuilder
+
+    model = SimpleNamespace(get_total_num_hidden_layers=lambda: layers)
+    layout, sparse = PageLayout(parse_format("k4v4"), 64, 8, 128), SparseSettings(window=256, min_pages=1)
+    builder = SimpleNamespace(
+        sparse=sparse, layout=layout, audit=Audit(1.0), vllm_config=SimpleNamespace(model_config=model)
+    )
+    cu_q, context = torch.tensor([0, 1]), torch.tensor([8000])
+    turns = [KTXMetadataBuilder._sparse_step(builder, cu_q, context)["audit"] for _ in range(8)]
+    audited = [[i for i in range(layers) if i % AUDITED_LAYERS == turn] for turn in turns]
+    assert all(audited) and {i for some in audited for i in some} == set(range(layers))
 
 
 def test_counters_reach_prometheus_by_layer():

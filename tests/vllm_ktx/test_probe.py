@@ -97,12 +97,27 @@ def test_texts_of_a_chat_model_and_of_one_without_a_tokenizer(smollm2, retrieval
     [
         (["no/such-model"], "its weights are not on this disk; give the model's folder"),
         (["x", "--bound", "0"], "--bound 0.0: must be above 0"),
+        (["x", "--bound", "nan"], "--bound nan: must be above 0"),
+        (["x", "--cache-gib", "0"], "--cache-gib 0.0: must be above 0"),
+        (["x", "--page-size", "48"], "--page-size 48: must be a multiple of 32, up to 256"),
         (["x", "--tokens", "10"], "--tokens 10: must be at least 256"),
     ],
 )
 def test_the_command_says_what_is_wrong(capsys, arguments, message):
     assert cli.main(["probe", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_models_without_a_config_and_full_disks_are_said_in_a_line(capsys, tmp_path, monkeypatch):
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    for model in (tmp_path, tmp_path / "x.gguf"):
+        assert cli.main(["probe", str(model)]) == 1
+        assert f"model '{model}' has no config.json: give the folder" in capsys.readouterr().err
+    monkeypatch.setattr(measure, "run", lambda settings, say: decision({"k8v4": (0.02, 400)}))
+    monkeypatch.setenv("VLLM_KTX_PROBES", str(tmp_path / "x.gguf" / "probes"))
+    assert cli.main(["probe", "x"]) == 1
+    printed = capsys.readouterr()
+    assert "k8v4" in printed.out and "Not a directory" in printed.err, "what was measured is shown all the same"
 
 
 @pytest.mark.e2e

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -28,21 +29,25 @@ def add_options(options: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measures, prints, stores; returns 1 with one line that says why if it can't."""
+    from ..config import MAX_PAGE_SIZE
     from .measure import Settings, run
 
     for setting, least in (("tokens", 256), ("page_size", 32)):
         if getattr(args, setting) < least:
             return _fail(f"--{setting.replace('_', '-')} {getattr(args, setting)}: must be at least {least}")
-    if args.bound <= 0:
-        return _fail(f"--bound {args.bound}: must be above 0")
+    if args.page_size % 32 or args.page_size > MAX_PAGE_SIZE:
+        return _fail(f"--page-size {args.page_size}: must be a multiple of 32, up to {MAX_PAGE_SIZE}")
+    for setting in ("bound", "cache_gib"):
+        if not 0 < getattr(args, setting) < math.inf:
+            return _fail(f"--{setting.replace('_', '-')} {getattr(args, setting)}: must be above 0")
     settings = Settings(args.model, args.bound, args.tokens, args.page_size, args.dtype, args.cache_gib)
     try:
         decision = run(settings, say)
-    except (ValueError, RuntimeError) as error:
+        print(table(decision))
+        if not args.no_store:
+            print(f"stored in {store.save(decision)}: ktx.format='auto' now serves {decision.format}")
+    except (ValueError, RuntimeError, OSError) as error:
         return _fail(str(error))
-    print(table(decision))
-    if not args.no_store:
-        print(f"stored in {store.save(decision)}: ktx.format='auto' now serves {decision.format}")
     if args.json:
         print(json.dumps(asdict(decision)))
     return 0

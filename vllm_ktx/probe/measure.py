@@ -79,6 +79,11 @@ def _bytes_per_token(llm: Any, page_size: int, base: Reading | None) -> float:
 def run(settings: Settings, say: Callable[[str], None]) -> store.Decision:
     """Measures and decides. `say` gets a line of progress. Raises ValueError, naming what is missing, if it can't."""
     folder = store.local_path(settings.model)
+    if folder and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model {settings.model!r} has no config.json: give the folder of a Hugging Face model (GGUF files are not "
+            "probed: set ktx.format for them)"
+        )
     digest = store.model_hash(folder) if folder else None
     if folder is None or digest is None:
         raise ValueError(

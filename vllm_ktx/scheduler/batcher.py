@@ -73,7 +73,7 @@ class LengthGroupedBatcher(Generic[Item]):
     """Waiting requests in length buckets, and the plan of each step. Items are any hashable objects.
 
     A step goes: `plan(running)`, then running requests take tokens in the order and within the `limit`s of the plan,
-    then `peek` / `pop` admit waiting ones while there is room, then `advance(tokens scheduled)`.
+    then `peek`, `limit`, `pop` admit waiting ones while there is room, then `advance(tokens scheduled)`.
 
     token_budget: most tokens of a step.
     prefill_share: part of a step's tokens that a long prefill gets while other requests want to run; above 0, to 1.
@@ -118,7 +118,7 @@ class LengthGroupedBatcher(Generic[Item]):
         self._waiting: dict[Item, _Ticket[Item]] = {}
         # By priority: the preempted first, then a queue a bucket. Removed tickets stay until they come to a head.
         self._levels: dict[int, dict[int, deque[_Ticket[Item]]]] = {}
-        self._lane: list[Rank] = []
+        self._lane: dict[Item, Rank] = {}  # long prefills under way
         self._cap: int | None = None
         self._limits: dict[Item, int] = {}
 
@@ -135,6 +135,7 @@ class LengthGroupedBatcher(Generic[Item]):
 
     def put_back(self, item: Item, length: int, priority: int = 0, preempted: bool = False) -> None:
         """Returns a popped request to the head of its bucket, with its age; a preempted one to the head of all."""
+        self._lane.pop(item, None)
         if item not in self._tickets:  # a request that was never seen here, such as one that waited elsewhere
             self.add(item, length, priority)
             self._queue(self._tickets[item]).pop()
@@ -158,18 +159,19 @@ class LengthGroupedBatcher(Generic[Item]):
         ticket = self._best()
         return None if ticket is None else ticket.item
 
-    def pop(self) -> Item:
-        """Takes out what `peek` shows. Raises IndexError if that is nothing."""
+    def pop(self, runs: bool = True) -> Item:
+        """Takes out what `peek` shows; `runs` false: it can't run yet, comes back, and doesn't take the lane.
+
+        Raises IndexError if there is nothing to take.
+        """
         ticket = self._best()
         if ticket is None:
             raise IndexError("pop from a batcher with nothing to admit")
         self._queue(ticket).popleft()
         del self._waiting[ticket.item]
         ticket.waiting = False
-        if ticket.bucket > self.short:
-            self._lane.append(self._rank(ticket))
-            if self._cap is not None:
-                self._limits[ticket.item] = self._cap
+        if runs and ticket.bucket > self.short:
+            self._lane[ticket.item] = self._rank(ticket)
         return ticket.item
 
     def __len__(self) -> int:
@@ -194,10 +196,10 @@ class LengthGroupedBatcher(Generic[Item]):
         """
         self._steps += 1
         self._tickets = {row.item: self._ticket_of(row) for row in running} | self._waiting
-        self._limits, self._cap, self._lane = {}, None, []
+        self._limits, self._cap = {}, None
         long = [row for row in running if bucket_of(row.prefill) > self.short]
         long.sort(key=lambda row: self._rank(self._tickets[row.item]))
-        self._lane = [self._rank(self._tickets[row.item]) for row in long]
+        self._lane = {row.item: self._rank(self._tickets[row.item]) for row in long}
         decoding = [row for row in running if not row.prefill]
         suspended = {row.item for row in long[1:]}
         self._limits = dict.fromkeys(suspended, 0)
@@ -228,8 +230,12 @@ class LengthGroupedBatcher(Generic[Item]):
         ]
 
     def limit(self, item: Item) -> int | None:
-        """Most tokens that the request may take in the planned step; 0: none, None: as many as there are."""
-        return self._limits.get(item)
+        """Most tokens that the request may take in the planned step; 0: none, None: as many as there are.
+
+        Of a waiting request it is asked before `pop`.
+        """
+        ticket = self._waiting.get(item)
+        return self._limits.get(item) if ticket is None else self._cap if ticket.bucket > self.short else None
 
     def advance(self, tokens: int) -> None:
         """Moves the clock by the tokens that a step scheduled."""
@@ -275,6 +281,6 @@ class LengthGroupedBatcher(Generic[Item]):
     def _admissible(self, ticket: _Ticket[Item]) -> bool:
         if ticket.bucket <= self.short or ticket.preempted or not self._lane:
             return True
-        rank, holder = self._rank(ticket), min(self._lane)
+        rank, holder = self._rank(ticket), min(self._lane.values())
         urgent = not rank.not_due or rank.priority < holder.priority
         return rank < holder and (urgent or len(self._lane) < LANE_DEPTH)

@@ -52,15 +52,18 @@ class LengthGroupedQueue(RequestQueue):
         self._batcher = batcher
         self._by_priority = by_priority
         self._uncomputed = uncomputed
+        self.asked: Request | None = None  # whose tokens were asked for since the last peek
 
     def add_request(self, request: Request) -> None:
         self._batcher.add(request, self._uncomputed(request), self._priority(request))
 
     def pop_request(self) -> Request:
-        return self._batcher.pop()
+        """vLLM also takes out what can't run yet (a grammar, an adapter, pages on their way), without asking for its
+        tokens, and puts it back when the round is over."""
+        return self._batcher.pop(runs=self.asked is not None and self.asked is self._batcher.peek())
 
     def peek_request(self) -> Request:
-        request = self._batcher.peek()
+        self.asked, request = None, self._batcher.peek()
         if request is None:
             raise IndexError("peek from a queue with nothing to admit")
         return request
@@ -117,6 +120,7 @@ class _LengthGrouped(RecomputesLostBlocks, Scheduler):
         return output
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        self.waiting.asked = request
         limit = self.batcher.limit(request)
         if limit is not None:
             num_new_tokens = min(num_new_tokens, limit)

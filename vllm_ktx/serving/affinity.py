@@ -120,7 +120,7 @@ def read_ask(path: str, headers: Mapping[str, str], body: bytes, session_header:
             document = json.loads(body)
             text, tokens = _prompt(document, head_chars)
             text = f"{document.get('model', '')}\n{text}"  # adapters of one model have caches of their own
-        except (ValueError, AttributeError, TypeError):
+        except (ValueError, AttributeError, TypeError, RecursionError):
             text, tokens = "", len(body) // CHARS_PER_TOKEN
     key = f"session\n{session}" if session else text
     return Ask(key.encode("utf-8", "replace"), tokens)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import ray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
@@ -148,33 +149,62 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 def start(options: ServeOptions, address: str | None = None) -> None:
     """Starts Ray here, or joins the cluster at `address` (or RAY_ADDRESS), and deploys; returns when it serves."""
+    connect(options, address)
+    deploy(options)
+
+
+def connect(options: ServeOptions, address: str | None = None) -> bool:
+    """Whether Ray was started here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address or os.environ.get("RAY_ADDRESS"):
         ray.init(address=address, log_to_driver=True)
-    else:
-        cpus = max(os.cpu_count() or 1, int(options.replicas * options.replica_cpus + 0.999))
-        ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=256 << 20, log_to_driver=True)
+        return False
+    cpus = max(os.cpu_count() or 1, int(options.replicas * options.replica_cpus + 0.999))
+    ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=256 << 20, log_to_driver=True)
+    return True
+
+
+def deploy(options: ServeOptions) -> None:
     serve.start(http_options={"host": options.host, "port": options.port})
     serve.run(application(options), name=APP, route_prefix="/")
 
 
-def stop() -> None:
-    """Drains and ends the application, then Ray if it was started here. Idempotent."""
+def stop(drain: bool = True) -> None:
+    """Drains and ends the application (without `drain` it dies with its Ray), then Ray if it was started here.
+    Idempotent."""
     if not ray.is_initialized():
         return
-    serve.delete(APP)
-    serve.shutdown()
+    if drain:
+        with suppress(RayServeException):  # there is no Serve yet
+            serve.delete(APP)
+        serve.shutdown()
     ray.shutdown()
 
 
 def main(options: ServeOptions, address: str | None = None) -> int:
-    """Serves until SIGINT or SIGTERM, then drains."""
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
-    start(options, address)
-    print(f"vllm-ktx: {options.replicas} replicas serve on http://{options.host}:{options.port}", flush=True)
-    ended.wait()
-    print(f"vllm-ktx: draining, for up to {options.drain_seconds:.0f} s", flush=True)
-    stop()
-    return 0
+    """Serves until SIGINT or SIGTERM, then drains and returns 0; one that comes before it serves ends it with 130."""
+
+    def on_signal(handler: Any) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, handler)
+
+    def end(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    serves = local = False
+    on_signal(end)
+    try:
+        local = connect(options, address)
+        on_signal(end)  # Ray has put its own for SIGTERM there, which drains nothing
+        deploy(options)
+        serves = True
+        print(f"vllm-ktx: {options.replicas} replicas serve on http://{options.host}:{options.port}", flush=True)
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
+        on_signal(signal.SIG_IGN)
+        what = f"draining, for up to {options.drain_seconds:.0f} s" if serves else "told to stop before it served"
+        print(f"vllm-ktx: {what}", flush=True)
+    finally:
+        stop(drain=serves or not local)
+    return 0 if serves else 130

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -53,7 +55,7 @@ class ServeOptions:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{flag(name)} {value}: use a whole number, 1 or more")
         for name in ("drain_seconds", "start_seconds", "replica_cpus"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{flag(name)} {getattr(self, name)}: use a number, 0 or more")
         for argument in self.arguments if self.replicas > 1 else ():
             if argument.startswith(_PUBLIC_ONLY):
@@ -72,7 +74,7 @@ class ServeOptions:
                 f"args: {unknown[0]!r} is not a setting of vllm-ktx serve (known: {', '.join(sorted(known))})"
             )
         settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
-        settings["arguments"] = with_ktx(tuple(str(argument) for argument in settings.get("arguments", ())))
+        settings["arguments"] = with_ktx(spelled(settings.get("arguments", ())))
         return cls(**settings)
 
     @property
@@ -106,31 +108,49 @@ def parse(argv: Sequence[str]) -> ServeOptions:
     parser = argparse.ArgumentParser(
         prog="vllm-ktx serve",
         allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
         usage="vllm-ktx serve MODEL [--replicas N] [options] [any option of vllm serve]",
         description="vLLM with KTX: one server, or several replicas behind one address (Ray Serve).",
     )
-    defaults = ServeOptions(())
-    parser.add_argument("--replicas", type=int, default=1, help="vLLM servers; more than 1 needs vllm-ktx[ray]")
-    parser.add_argument("--session-header", default=defaults.session_header, metavar="NAME")
-    parser.add_argument("--head-chars", type=int, default=defaults.head_chars, help="characters of a prompt's head")
-    parser.add_argument("--long-tokens", type=int, default=defaults.long_tokens, help="from so many on: look for room")
-    parser.add_argument("--max-body-mib", type=int, default=defaults.max_body_mib, help="larger requests: status 413")
-    parser.add_argument("--attempts", type=int, default=defaults.attempts, help="tries before the first byte")
-    parser.add_argument("--drain-seconds", type=float, default=defaults.drain_seconds)
-    parser.add_argument("--start-seconds", type=float, default=defaults.start_seconds, help="most until it serves")
-    parser.add_argument("--replica-cpus", type=float, default=defaults.replica_cpus, help="that Ray reserves")
-    parser.add_argument("--replica-gpus", type=float, help="that Ray reserves; default: as vLLM's parallel sizes say")
-    parser.add_argument("--host", default=defaults.host)
-    parser.add_argument("--port", type=int, default=defaults.port)
-    ours, rest = parser.parse_known_args(argv)
-    if ours.replicas == 1:
-        rest += ["--host", ours.host, "--port", str(ours.port)]
-    return ServeOptions(arguments=with_ktx(tuple(rest)), **vars(ours))
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--replicas", type=int, help="vLLM servers; more than 1 needs Ray, the extra `ray`")
+    several = parser.add_argument_group("with --replicas above 1")
+    several.add_argument("--session-header", metavar="NAME")
+    several.add_argument("--head-chars", type=int, help="characters of a prompt's head")
+    several.add_argument("--long-tokens", type=int, help="from so many on: look for room")
+    several.add_argument("--max-body-mib", type=int, help="larger requests: status 413")
+    several.add_argument("--attempts", type=int, help="tries before the first byte")
+    several.add_argument("--drain-seconds", type=float)
+    several.add_argument("--start-seconds", type=float, help="most until it serves")
+    several.add_argument("--replica-cpus", type=float, help="that Ray reserves")
+    several.add_argument("--replica-gpus", type=float, help="that Ray reserves; default: as vLLM's parallel sizes say")
+    ours, rest = parser.parse_known_args(spelled(argv))
+    options = ServeOptions(arguments=with_ktx(tuple(rest)), **vars(ours))
+    if options.replicas > 1:
+        return options
+    if ignored := sorted(vars(ours).keys() - {"host", "port", "replicas"}):
+        names = ", ".join(map(flag, ignored))
+        print(f"vllm-ktx serve: {names} do nothing without --replicas above 1", file=sys.stderr)
+    return dataclasses.replace(
+        options, arguments=(*options.arguments, "--host", options.host, "--port", str(options.port))
+    )
+
+
+def spelled(arguments: Iterable[Any]) -> tuple[str, ...]:
+    """Options as vLLM reads them: dashes for underscores in a name, up to its first dot."""
+
+    def one(argument: str) -> str:
+        name = re.match(r"--[^.=]*", argument)
+        return name[0].replace("_", "-") + argument[name.end() :] if name else argument
+
+    return tuple(one(str(argument)) for argument in arguments)
 
 
 def with_ktx(arguments: tuple[str, ...]) -> tuple[str, ...]:
     """`arguments` of vllm serve, with KTX as attention backend unless they name one."""
-    named = any(a.split("=")[0] in ("--attention-backend", "--attention-config", "-ac") for a in arguments)
+    names = ("--attention-backend", "--attention-config", "-ac", "--attention-config.backend", "-ac.backend")
+    named = any(a.split("=")[0] in names for a in arguments)
     return arguments if named else (*arguments, "--attention-backend", "ktx")
 
 

@@ -49,6 +49,17 @@ def test_one_long_prefill_at_a_time_and_short_ones_pass_it():
     assert batcher.peek() == "longer", "a remainder that fits a step leaves the lane"
 
 
+def test_a_long_request_that_cannot_run_leaves_the_lane_to_others():
+    batcher = LengthGroupedBatcher(2 * K)
+    batcher.add("blocked", 64 * K)
+    batcher.add("other", 64 * K)
+    assert [batcher.pop(runs=False), batcher.pop(), batcher.peek()] == ["blocked", "other", None]
+    batcher.put_back("blocked", 64 * K)
+    assert batcher.peek() is None, "the other has the lane"
+    batcher.put_back("other", 64 * K)
+    assert drain(batcher) == ["other"], "given back with the request"
+
+
 def test_a_shorter_long_prefill_suspends_a_longer_one_and_no_more_than_one():
     batcher = LengthGroupedBatcher(2 * K)
     for name, length in [("128K", 128 * K), ("32K", 32 * K), ("8K", 8 * K)]:
@@ -80,6 +91,9 @@ def test_a_long_prefill_is_capped_to_its_share_while_others_want_to_run(share, w
     batcher.add("waiting", 10)
     batcher.plan([long, decode])
     assert batcher.limit("long") == with_short and batcher.limit("waiting") is None
+    batcher.add("later", 64 * K)
+    batcher.plan([decode])
+    assert batcher.limit("later") == with_short, "before it is popped, when vLLM asks"
 
 
 def test_the_holder_advances_beside_any_number_of_decoding_rows():
@@ -231,7 +245,7 @@ def test_nobody_starves(trace, slots, memory, patience):
         arrival = next(t.arrival for t in batcher._tickets.values() if t.item.ask is admitted)
         for waiting in batcher._waiting.values():
             if batcher.clock >= waiting.deadline and waiting.arrival < arrival:
-                assert waiting.bucket > batcher.short and min(batcher._lane) < batcher._rank(waiting)
+                assert waiting.bucket > batcher.short and min(batcher._lane.values()) < batcher._rank(waiting)
 
     trace.sort(key=lambda ask: ask.at)
     done = simulate(trace, policy, Costs(step=0.01, token=1e-4, read=1e-8), slots, memory, watch)

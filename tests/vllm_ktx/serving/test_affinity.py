@@ -126,4 +126,7 @@ def test_a_session_wins_over_the_prompt_and_bad_bodies_are_left_to_vllm():
     assert ask_of({"prompt": "a"}, headers=headers).key == ask_of({"prompt": "b"}, headers=headers).key
     for body in (b"{", b"[1]", b'"x"', b'{"prompt": 3}', b"\xff\xfe", b""):
         assert read_ask("/v1/completions", {}, body, "x", 64).tokens < 10
+    for depth in (900, 100_000):  # the parser's limit, and ours
+        deep = b'{"prompt": ' + b"[" * depth + b"]" * depth + b"}"
+        assert read_ask("/v1/completions", {}, deep, "x", 64).tokens <= len(deep) // 4
     assert read_ask("/v1/models", {}, b"", "x", 64) == Ask(b"")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytest.importorskip("ray.serve", reason="Ray is not installed (pip install 'vllm-ktx[ray]')")
+pytest.importorskip("ray.serve", reason="Ray is not installed (pip install -e '.[ray]')")
 
 from ray import serve
 from ray.serve.schema import ServeDeploySchema

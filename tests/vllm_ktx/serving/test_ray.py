@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-pytest.importorskip("ray.serve", reason="Ray is not installed (pip install 'vllm-ktx[ray]')")
+pytest.importorskip("ray.serve", reason="Ray is not installed (pip install -e '.[ray]')")
 
 from vllm_ktx.serving import app
 from vllm_ktx.serving.options import ServeOptions
@@ -161,3 +162,53 @@ def test_streams_pass_as_they_come_and_running_ones_are_drained(served):
     reader.join(30)
     assert [line for line in lines if line][-1] == "data: [DONE]" and len([x for x in lines if x]) == 11
     assert first[-1] - begun > 0.6, "token by token, not at the end"
+
+
+RUN = "import sys; from vllm_ktx.serving.app import *; sys.exit(main(ServeOptions(**eval(sys.argv[1]))))"
+STUCK = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+
+
+def run(log: Path, **options) -> subprocess.Popen:
+    options = {"replicas": 1, "host": "127.0.0.1", "start_seconds": 600, "drain_seconds": 20} | options
+    with log.open("w") as out:
+        return subprocess.Popen([sys.executable, "-c", RUN, repr(options)], stdout=out)
+
+
+def read_with(file: Path, text: str = "") -> str:
+    deadline = time.time() + 120
+    while not (file.exists() and (found := file.read_text()) and text in found):
+        assert time.time() < deadline, f"no {text!r} in {file}"
+        time.sleep(0.1)
+    return found
+
+
+def test_ctrl_c_ends_a_start_and_what_it_started(tmp_path):
+    stuck = (sys.executable, "-c", STUCK, str(tmp_path / "pid"))
+    process = run(tmp_path / "log", arguments=(), port=free_port(), command=stuck)
+    try:
+        server = int(read_with(tmp_path / "pid"))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+    for _ in range(200):
+        if not Path(f"/proc/{server}").exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError("its server still runs")
+
+
+def test_sigterm_drains(tmp_path):
+    port, stub = free_port(), (sys.executable, str(Path(__file__).with_name("stub_server.py")))
+    process = run(tmp_path / "log", arguments=("some-model",), port=port, command=stub)
+    try:
+        read_with(tmp_path / "log", f"1 replicas serve on http://127.0.0.1:{port}")
+        body = {"prompt": "slow", "stream": True}
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
