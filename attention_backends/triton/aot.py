@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from vllm_ktx.kv_quant import PageLayout
 
 from ..selection import SparseSettings
+from .device_pages import DevicePages
 from .launch import TritonKernels
 
 # Compute capability -> cards, and shared memory that one thread block may use (CUDA programming guide, table of
@@ -57,7 +58,7 @@ class Recorded:
                 constants[(i,)] = given[name] if name in given else value
             elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
                 attributes[(i,)] = [["tt.divisibility", 16]]
-        label = kernel.__name__ + "".join(f" {flag}" for flag in ("CHOSEN", "JOIN") if given.get(flag))
+        label = kernel.__name__ + "".join(f" {flag}" for flag in ("CHOSEN", "JOIN", "HAS_HOST") if given.get(flag))
         label += f" x{given['SAMPLES']}" if "SAMPLES" in given else ""
         return cls(label, ASTSource(kernel, signature, constants, attributes), tuple(options.items()))
 
@@ -110,7 +111,8 @@ def record(
     rows: int = 4,
     max_pages: int = 2048,
 ) -> list[Recorded]:
-    """The distinct launches of sealing, appending and attending one step of `rows` rows and `tokens` tokens."""
+    """The distinct launches of sealing, appending and attending one step of `rows` rows and `tokens` tokens, with all
+    pages on the device and with `DevicePages`."""
     found: dict[str, Recorded] = {}
 
     def keep(kernel: Any, grid: tuple[int, ...], *args: Any, **given: Any) -> None:
@@ -134,10 +136,14 @@ def record(
         dropped, depth = (empty(tokens, heads, kind=torch.float32) for _ in range(2))
         account = {"headers": headers, "sparse": sparse, "dropped": dropped, "depth": depth}
         account["pages_read"] = empty(tokens, heads)
-    kernels.attention(
-        layout, q, k, v, empty(tokens, q_heads, dim, kind=dtype), empty(rows + 1), empty(rows), empty(rows, max_pages),
-        empty(blocks), payload, open_pages, dim**-0.5, **account,
-    )  # fmt: skip
+    planes = empty(blocks, layout.scoring_bytes, kind=torch.uint8)
+    pages = DevicePages(layout, payload[: blocks // 4], payload, planes)
+    pages.seal(kernels, layout, k, v, empty(8, kind=torch.int64), some, headers, k.stride(0), k.stride(1))
+    for residency in (None, pages):
+        kernels.attention(
+            layout, q, k, v, empty(tokens, q_heads, dim, kind=dtype), empty(rows + 1), empty(rows),
+            empty(rows, max_pages), empty(blocks), payload, open_pages, dim**-0.5, residency=residency, **account,
+        )  # fmt: skip
     return list(found.values())
 
 
