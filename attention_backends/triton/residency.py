@@ -60,13 +60,13 @@ def look_up(
     block = tl.load(table + row.to(tl.int64) * table_stride + pages, mask=i < count, other=0)
     sealed = (i < count) & (tl.load(open_slot + block, mask=i < count, other=0) < 0)
     now = tl.load(clock + ROUND)
-    asked = sealed & (tl.atomic_xchg(wanted + block, now, mask=sealed) != now)  # by this program alone
+    asked = sealed & (tl.atomic_xchg(wanted + block, now, mask=sealed, sem="relaxed") != now)  # by this program alone
     slot = tl.load(slot_of + block, mask=sealed, other=-1)
-    tl.atomic_add(counts + HITS, tl.sum((asked & (slot >= 0)).to(tl.int64)))
+    tl.atomic_add(counts + HITS, tl.sum((asked & (slot >= 0)).to(tl.int64)), sem="relaxed")
     prompt = (tl.load(cu_q + row + 1) - tl.load(cu_q + row) > DECODE).to(tl.int32)
     tl.store(used + slot, tl.load(clock + NOW), mask=slot >= tl.where(prompt > 0, num_slots, 0))
     missed = (asked & (slot < 0)).to(tl.int32)
-    place = tl.atomic_add(clock + MISSED + prompt, tl.sum(missed)) + tl.cumsum(missed, 0) - 1
+    place = tl.atomic_add(clock + MISSED + prompt, tl.sum(missed), sem="relaxed") + tl.cumsum(missed, 0) - 1
     tl.store(misses + prompt * num_slots + place, block, mask=(missed > 0) & (place < num_slots))
 
 
@@ -115,8 +115,8 @@ def find_slots(
     tl.store(clock + NOW, now + tick)
     tl.store(clock + HAND, next_hand)
     tl.store(clock + FOUND, found)
-    tl.atomic_add(counts + FETCHED, found.to(tl.int64))
-    tl.atomic_add(counts + IN_PLACE, (missed - found).to(tl.int64))
+    tl.atomic_add(counts + FETCHED, found.to(tl.int64), sem="relaxed")
+    tl.atomic_add(counts + IN_PLACE, (missed - found).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
