@@ -58,7 +58,7 @@ class Recorded:
                 constants[(i,)] = given[name] if name in given else value
             elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
                 attributes[(i,)] = [["tt.divisibility", 16]]
-        label = kernel.__name__ + "".join(f" {flag}" for flag in ("CHOSEN", "JOIN", "HAS_HOST") if given.get(flag))
+        label = kernel.__name__ + "".join(f" {flag}" for flag in ("CHOSEN", "JOIN", "HAS_HOST", "BLOCKS") if given.get(flag))
         label += f" x{given['SAMPLES']}" if "SAMPLES" in given else ""
         return cls(label, ASTSource(kernel, signature, constants, attributes), tuple(options.items()))
 

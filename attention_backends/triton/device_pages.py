@@ -133,6 +133,10 @@ class DevicePages:
             self.slot_table, self.block_of, self.wanted, self.used, self.misses, self.fetched, self.clock, self.counts,
             len(self.slots), tick, N=1024,
         )  # fmt: skip
+        self.fetch(launch)
+
+    def fetch(self, launch: Callable[..., None]) -> None:
+        """The pages that the last round found slots for."""
         launch(fetch_pages, (FETCHERS,),
             self.block_of, self.fetched, self.clock, self.host, self.slots, self.words, self.host.stride(0),
             self.slots.stride(0), PARTS=-(-self.words // COPY_WORDS), N=COPY_WORDS, num_warps=8,
