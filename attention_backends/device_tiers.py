@@ -61,7 +61,7 @@ class DeviceTiers:
             self.warnings.append("ktx.eviction='attention': on a GPU slots are given up by age alone ('clock')")
         planes = plan.scores_codes and spec.num_pages * spec.scoring_bytes <= plane_bytes
         self.page_bytes, self.counts = spec.page_bytes, torch.zeros(len(memory), 3, dtype=torch.int64, device=device)
-        self._host, registered = [], []
+        registered: list[torch.Tensor] = []
         self._seen, self._copied = torch.zeros(2, len(memory), 3, dtype=torch.int64)
         self._arrived: torch.cuda.Event | None = None
         self.close = weakref.finalize(self, _unregister, registered)  # host memory goes with the engine

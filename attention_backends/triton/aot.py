@@ -34,6 +34,7 @@ _TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
     torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
 }  # fmt: skip
+_LABELLED = ("CHOSEN", "JOIN", "HAS_HOST", "BLOCKS")
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
@@ -58,7 +59,7 @@ class Recorded:
                 constants[(i,)] = given[name] if name in given else value
             elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
                 attributes[(i,)] = [["tt.divisibility", 16]]
-        label = kernel.__name__ + "".join(f" {flag}" for flag in ("CHOSEN", "JOIN", "HAS_HOST", "BLOCKS") if given.get(flag))
+        label = kernel.__name__ + "".join(f" {flag}" for flag in _LABELLED if given.get(flag))
         label += f" x{given['SAMPLES']}" if "SAMPLES" in given else ""
         return cls(label, ASTSource(kernel, signature, constants, attributes), tuple(options.items()))
 

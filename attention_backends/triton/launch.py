@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,9 @@ from .score import fresh_moments, known_blocks, probe_pages, score_headers
 from .seal import append_rows, seal_pages
 from .select import choose_pages, rank_headers
 from .units import BLOCK, plan_units
+
+if TYPE_CHECKING:
+    from ..kernels import Residency
 
 BLOCK_QUERIES = int(BLOCK.value)
 SAMPLES = 16  # queries that a block unit asks with, by head: `sparse_pages.SAMPLE_STEP` apart
@@ -150,7 +153,7 @@ class TritonKernels:
         pages_read: torch.Tensor | None = None,
         chosen: torch.Tensor | None = None,
         depth: torch.Tensor | None = None,
-        residency: DevicePages | None = None,
+        residency: Residency | DevicePages | None = None,
         max_query_len: int | None = None,
     ) -> None:
         """As `CpuKernels.attention`. `max_query_len`: most tokens of a row, where the caller knows a bound. `depth`:

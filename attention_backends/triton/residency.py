@@ -79,8 +79,8 @@ def find_slots(
     Filled slots go to `fetched`; misses beyond them keep none. `tick`: 1 in the first round of a step, else 0.
     """
     this, now, hand = tl.load(clock + ROUND), tl.load(clock + NOW), tl.load(clock + HAND)
-    found = 0
-    missed = 0
+    found = this * 0
+    missed = this * 0
     next_hand = hand
     for prompt in tl.static_range(2):
         asked = tl.load(clock + MISSED + prompt)

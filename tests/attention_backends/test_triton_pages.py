@@ -133,6 +133,20 @@ def test_new_pages_go_to_host_memory_to_their_slot_and_to_the_planes(name):
     assert torch.equal(pages.page(2), want[2:3])
 
 
+def test_attention_reads_new_content_of_a_page_that_had_a_slot():
+    batch = make_batch([(1, 140)], make_format(), 32, 2, 1, 32, torch.float32, scattered_slots=False)
+    pages, table = beyond(batch, 8, planes=True), batch.inputs["block_table"][0]
+    before = batch.run(kernels, payload=None, residency=pages)[0]
+    assert (pages.slot_table[table[:2].long()] >= 0).all()
+    k, v, source, blocks = sealed(batch.layout, table[:2].tolist(), 5)
+    for seal, to in ((kernels.seal, (batch.headers, batch.inputs["payload"], None)),
+                     (lambda *given: pages.seal(kernels, *given), (batch.headers,))):  # fmt: skip
+        seal(batch.layout, k, v, source, blocks, *to, k.stride(2), k.stride(1))
+    want, after = batch.run(kernels)[0], batch.run(kernels, payload=None, residency=pages)[0]
+    assert torch.equal(after, want) and not torch.equal(after, before)
+    check_table(pages)
+
+
 class Model:
     """What the page table must do, one round at a time."""
 
@@ -213,6 +227,25 @@ def test_the_page_table_follows_the_model(num_slots):
         assert pages.counts.tolist() == model.counts and pages.used.tolist() == model.used
         assert pages.clock[NOW.value] == model.now and pages.clock[2] == model.hand
     assert pages.clock[ROUND.value] == 25 and all(model.counts[:2])
+
+
+def test_replacement_finds_nearly_what_the_least_recently_used_would():
+    """Of pages that drift as decode's do, on the model above; against exact LRU."""
+    rng, size, blocks = random.Random(0), 60, 300
+    model, recent = Model(size), []  # `recent`: least recently used first
+    asked, hits, working = 0, 0, set(rng.sample(range(blocks), 25))
+    for _ in range(300):
+        for page in rng.sample(sorted(working), 3):
+            working.remove(page)
+        while len(working) < 25:
+            working.add(min(int(rng.paretovariate(0.6)), blocks - 1))
+        asked += len(working)
+        hits += len(working & set(recent))
+        recent = ([page for page in recent if page not in working] + sorted(working))[-size:]
+        taken, misses = model.round([(0, sorted(working))], 1)
+        for slot, block in zip(taken[0], misses[0], strict=False):
+            model.block_of[slot] = block
+    assert 0.8 < hits / asked < 0.99 and abs(model.counts[0] - hits) / asked < 0.005
 
 
 def test_a_long_prompt_leaves_what_decode_works_on():
