@@ -100,11 +100,10 @@ def test_dense(fmt):
 
 
 @slow
-@pytest.mark.parametrize("size", [1, 4, 9, 100])
 @pytest.mark.parametrize("shape", [{}, {"page_size": 64, "q_heads": 6, "kv_heads": 2, "dim": 80}, {"softcap": 4.0}])
-def test_mixed_batches(shape, size):
-    batch = small_batch([(140, 700), (1, 600), (64, 512), (3, 400)], **shape)
-    check(batch, SparseSettings(**SMALL, coverage=0.8), [size], planes=[size > 4])
+def test_mixed_batches(shape):
+    batch = small_batch([(130, 500), (1, 600), (3, 400)], **shape)
+    check(batch, SparseSettings(**SMALL, coverage=0.8), [3, 100], steps=2)
 
 
 def sealed(layout, blocks, seed):
@@ -189,7 +188,7 @@ class Model:
         return self.now - self.used[slot]
 
 
-@pytest.mark.parametrize("num_slots", [1, 3, 17, 40])
+@pytest.mark.parametrize("num_slots", [1, 17, 40])
 def test_the_page_table_follows_the_model(num_slots):
     rng, blocks = random.Random(num_slots), 30
     layout = PageLayout(parse_format("k4v4"), 32, 1, 16)
