@@ -6,7 +6,8 @@
 `--all` checks first (against the float64 oracle, and a replayed CUDA graph against an eager step), then times decode
 and prefill steps of one layer against the fastest bf16 attention that is installed: torch's SDPA, flash-attn, and
 KTX's own split-KV kernel on unquantized pages. Steps are whole: scoring, selection, attention, join; prefill by both
-of `ktx.prefill_kernel`, by xformers where it can be had and is right. Beside them stand the card's own ceilings (copy
+of `ktx.prefill_kernel`, by xformers where it can be had and is right. Beside them stand a decode step with its pages in
+pinned memory (in slots, fetched, read in place) and the card's own ceilings (copy
 bandwidth, bf16 matmul, copies from pinned memory), all under a cap of 24 GB.
 """
 
@@ -26,10 +27,13 @@ from typing import Any
 import torch
 
 from vllm_ktx.attention_backends import reference
+from vllm_ktx.attention_backends.device_tiers import pinned
 from vllm_ktx.attention_backends.selection import SparseSettings
 from vllm_ktx.attention_backends.sparse_pages import sparse_attention_reference
 from vllm_ktx.attention_backends.triton import aot
-from vllm_ktx.attention_backends.triton.launch import TritonKernels
+from vllm_ktx.attention_backends.triton.device_pages import WORD, DevicePages
+from vllm_ktx.attention_backends.triton.launch import TritonKernels, launch
+from vllm_ktx.attention_backends.triton.residency import FOUND
 from vllm_ktx.attention_backends.triton.xformers_prefill import XformersPrefill, unavailable
 from vllm_ktx.kv_quant import PageLayout, parse_format
 
@@ -126,37 +130,57 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
 
-def graph_matches(settings: SparseSettings) -> bool:
-    """Whether a captured decode step, replayed after its inputs changed, gives what an eager step gives."""
+def paged(problem: Problem, num_slots: int, planes: bool = True) -> tuple[dict[str, Any], DevicePages]:
+    """The problem with its pages in pinned memory and `num_slots` empty slots on the device, and what holds them.
+    `planes`: the device holds the scoring planes."""
+    layout, payload = problem.layout, problem.pages["payload"]
+    host = pinned(len(payload), layout.payload_bytes, torch.device(DEVICE), [])
+    host.copy_(payload)
+    slots = torch.empty(num_slots, layout.payload_bytes, dtype=torch.uint8, device=DEVICE)
+    first = host[:, : layout.scoring_bytes].to(DEVICE) if planes else None
+    pages = DevicePages(layout, slots, host, first)
+    inputs = to_device(dataclasses.replace(problem, pages={**problem.pages, "payload": payload[:1]}))
+    return {**inputs, "residency": pages}, pages
+
+
+def graph_matches(settings: SparseSettings, num_slots: int | None = None) -> bool:
+    """Whether a captured decode step, replayed after its inputs changed, gives what an eager step gives. `num_slots`:
+    captured with pages in pinned memory and so many slots, eager with all pages on the device."""
     problem = make_problem(SHAPES["llama-3.1-8b"], "k4v4", 16384, 1)
     inputs, kernels = to_device(problem), TritonKernels()
     assert problem.headers is not None
     headers, out = problem.headers.to(DEVICE), torch.empty_like(inputs["q"])
+    captured = inputs if num_slots is None else paged(problem, num_slots)[0]
+    captured |= {name: inputs[name] for name in ("q", "context")}
 
-    def step(to: torch.Tensor) -> None:
-        kernels.attention(problem.layout, out=to, headers=headers, sparse=settings, max_query_len=1, **inputs)
+    def step(to: torch.Tensor, given: dict[str, Any]) -> None:
+        kernels.attention(problem.layout, out=to, headers=headers, sparse=settings, max_query_len=1, **given)
 
-    step(out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(out)
+    replay = graphed(lambda: step(out, captured))
     inputs["q"].mul_(-0.5)
     inputs["context"].fill_(9000)  # its tail lies in a sealed page: any content does for this comparison
-    graph.replay()
     want = torch.empty_like(out)
-    step(want)
-    return bool(torch.equal(out, want))
+    step(want, inputs)
+    for _ in range(2):  # pages come, pages are there
+        replay()
+        if not torch.equal(out, want):
+            return False
+    return True
 
 
-def timed(call: Callable[[], Any], seconds: float = 0.7, least: int = 3) -> float:
-    """Median milliseconds on the device, with the second-level cache overwritten before each call."""
+def timed(
+    call: Callable[[], Any], seconds: float = 0.7, least: int = 3, before: Callable[[], Any] = lambda: None
+) -> float:
+    """Median milliseconds on the device, with the second-level cache overwritten and `before` done before each call."""
     flush = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    before()
     call()
     torch.cuda.synchronize()
     times: list[float] = []
     start = time.perf_counter()
     while len(times) < least or (time.perf_counter() - start < seconds and len(times) < 200):
         flush.zero_()
+        before()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call()
@@ -304,6 +328,51 @@ def step_row(shape: Shape, context: int, query_len: int, settings: SparseSetting
     return row
 
 
+def paged_steps(problem: Problem, settings: SparseSettings) -> dict[str, tuple[Callable[[], Any], DevicePages]]:
+    """A decode step with pages in pinned memory: a pool that holds what it reads, the same without scoring planes on
+    the device, and a pool of one slot."""
+    blocks, kernels, steps = len(problem.pages["payload"]), TritonKernels(), {}
+    assert problem.headers is not None
+    headers, out = problem.headers.to(DEVICE), torch.empty_like(problem.q, dtype=DTYPE, device=DEVICE)
+    for name, slots, planes in (("pool", -(-blocks // 2), True), ("host_planes", -(-blocks // 2), False),
+                                ("in_place", 1, True)):  # fmt: skip
+        inputs, pages = paged(problem, slots, planes)
+        step = functools.partial(kernels.attention, problem.layout, out=out, headers=headers, sparse=settings,
+                                 max_query_len=1, **inputs)  # fmt: skip
+        steps[name] = (step, pages)
+    return steps
+
+
+def fetch_all(pages: DevicePages) -> tuple[Callable[[], Any], int]:
+    """A call that fetches a page, scattered in host memory, into every slot, and the bytes it moves."""
+    order = torch.randperm(len(pages.host), generator=torch.Generator().manual_seed(3))[: len(pages.slots)]
+    pages.block_of.copy_(order)
+    pages.fetched.copy_(torch.arange(len(order)))
+    pages.clock[FOUND.value] = len(order)
+    return functools.partial(pages.fetch, launch), len(order) * pages.words * WORD
+
+
+def paged_row(shape: Shape, context: int, settings: SparseSettings) -> dict[str, Any]:
+    """A decode step of one layer with its pages in pinned memory: all that it reads in slots (hit), none (miss: it is
+    fetched first), read in place; what fetching takes alone."""
+    problem = make_problem(shape, "k4v4", context - 1, 1)
+    steps = paged_steps(problem, settings)
+    call, pages = steps["pool"]
+    row: dict[str, Any] = {"shape": shape.name, "context": context, "slots": len(pages.slots)}
+    step = graphed(call)
+    row["hit_ms"], row["miss_ms"] = timed(step), timed(step, before=pages.forget)
+    pages.forget()
+    pages.counts.zero_()
+    step()
+    row["pages"] = int(pages.counts.sum())
+    for name in ("host_planes", "in_place"):
+        row[f"{name}_ms"] = timed(graphed(steps[name][0]))
+    call, moved = fetch_all(pages)
+    row["fetch_gb_s"] = moved / timed(call) / 1e6
+    print(json.dumps(row), file=sys.stderr, flush=True)
+    return row
+
+
 def measure_all(seconds: float) -> dict[str, Any]:
     """Checks, ceilings and steps; leaves out what no longer fits `seconds`, and says so."""
     start = time.perf_counter()
@@ -322,13 +391,16 @@ def measure_all(seconds: float) -> dict[str, Any]:
             for tokens in (1, 200)
         },
         "graph_matches": graph_matches(settings),
+        "paged_graph_matches": all(graph_matches(settings, slots) for slots in (3, 256)),
         "no_xformers": {shape.name: no_xformers(shape) for shape in (llama, qwen)},
     }
     print(json.dumps(result), file=sys.stderr, flush=True)
     wrong = [name for name, check in result["checks"].items() if max(check["dense"], check["sparse"]) > WRONG]
-    if wrong or not result["graph_matches"]:
+    if wrong or not (result["graph_matches"] and result["paged_graph_matches"]):
         raise SystemExit(f"the kernels are wrong on this card ({wrong or 'replayed graph'}): nothing was timed")
     result["ceilings"] = ceilings()
+    result["pinned_pages"] = paged_row(llama, CONTEXTS[2], settings)
+    torch.cuda.empty_cache()
     result["steps"], result["left_out"] = [], []
     steps = [(shape, context, n) for context in CONTEXTS[:3] for shape in (llama, qwen) for n in (1, CHUNK)]
     for shape, context, query_len in [*steps, (llama, CONTEXTS[3], 1)]:

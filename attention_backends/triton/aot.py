@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 from vllm_ktx.kv_quant import PageLayout
 
 from ..selection import SparseSettings
+from .device_pages import DevicePages
 from .launch import TritonKernels
 from .xformers_prefill import Functions, XformersPrefill
 
@@ -36,6 +37,7 @@ _TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
     torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
 }  # fmt: skip
+_LABELLED = ("CHOSEN", "JOIN", "HAS_HOST", "BLOCKS")
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
@@ -60,7 +62,7 @@ class Recorded:
                 constants[(i,)] = given[name] if name in given else value
             elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
                 attributes[(i,)] = [["tt.divisibility", 16]]
-        label = kernel.__name__ + "".join(f" {flag}" for flag in ("CHOSEN", "JOIN") if given.get(flag))
+        label = kernel.__name__ + "".join(f" {flag}" for flag in _LABELLED if given.get(flag))
         label += f" x{given['SAMPLES']}" if "SAMPLES" in given else ""
         return cls(label, ASTSource(kernel, signature, constants, attributes), tuple(options.items()))
 
@@ -113,7 +115,8 @@ def record(
     rows: int = 4,
     max_pages: int = 2048,
 ) -> list[Recorded]:
-    """The distinct launches of sealing, appending and attending one step of `rows` rows and `tokens` tokens."""
+    """The distinct launches of sealing, appending and attending one step of `rows` rows and `tokens` tokens, with all
+    pages on the device and with `DevicePages`."""
     found: dict[str, Recorded] = {}
 
     def keep(kernel: Any, grid: tuple[int, ...], *args: Any, **given: Any) -> None:
@@ -126,8 +129,13 @@ def record(
     strides = k.stride(0), k.stride(1)
     kernels.seal(layout, k, v, _empty(8, kind=torch.int64), some, headers, step["payload"], None, *strides)
     kernels.append(layout, k, v, some, some, some, step["open_pages"])
+    payload = step["payload"]
+    planes = _empty(len(payload), layout.scoring_bytes, kind=torch.uint8)
+    pages = DevicePages(layout, payload[: len(payload) // 4], payload, planes)
+    pages.seal(kernels, layout, k, v, _empty(8, kind=torch.int64), some, headers, *strides)
     for prefill in (None, XformersPrefill(_shapes_only()))[: 1 if sparse is None else 2]:
-        TritonKernels(launch=keep, prefill=prefill).attention(layout, **step)
+        for residency in (None, pages):
+            TritonKernels(launch=keep, prefill=prefill).attention(layout, residency=residency, **step)
     return list(found.values())
 
 

@@ -15,6 +15,8 @@ from .pages import (
     key_channels,
     natural_channels,
     online_softmax,
+    page_at,
+    place_of,
     plain_scores,
     plain_values,
     real,
@@ -26,15 +28,6 @@ from .pages import (
     value_channels,
 )
 from .units import BLOCK, candidates, listed_page
-
-
-@triton.jit
-def page_data(block, payload, payload_slot, payload_stride, HAS_SLOTS: tl.constexpr):
-    """The payload of a block."""
-    slot = block
-    if HAS_SLOTS:
-        slot = tl.load(payload_slot + block)
-    return payload + slot.to(tl.int64) * payload_stride
 
 
 @triton.jit
@@ -73,11 +66,11 @@ def add_sealed(
 
 @triton.jit
 def attend_split(
-    q, k, v, stats, sums, cu_q, context, table, open_slot, payload_slot, payload, open_pages, units, totals, chosen,
-    lengths, q_stride, kv_stride, table_stride, payload_stride, open_stride, chosen_stride,
+    q, k, v, stats, sums, cu_q, context, table, open_slot, payload_slot, payload, host, open_pages, units, totals,
+    chosen, lengths, q_stride, kv_stride, table_stride, payload_stride, host_stride, open_stride, chosen_stride,
     first_unit, window, sink_pages, min_pages, fresh_splits, base_split, num_splits, scale, softcap,
     M: tl.constexpr, SPLIT: tl.constexpr, FRESH: tl.constexpr, CHOSEN: tl.constexpr,
-    HAS_FRESH: tl.constexpr, HAS_SLOTS: tl.constexpr, CAP: tl.constexpr, L: tl.constexpr,
+    HAS_FRESH: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_HOST: tl.constexpr, CAP: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """One split of one token unit's list for one kv head: grid (units, heads, splits).
 
@@ -127,15 +120,13 @@ def attend_split(
         pages = tl.where(i >= first, i + last - first, i)
     blocks = tl.load(table + row.to(tl.int64) * table_stride + pages, mask=listed, other=0)
     opened = tl.load(open_slot + blocks, mask=listed, other=-1)
-    slots = blocks
-    if HAS_SLOTS:
-        slots = tl.load(payload_slot + blocks, mask=listed, other=0)
+    places = place_of(blocks, listed, payload_slot, HAS_SLOTS, HAS_HOST)
     end = tl.minimum(begin + SPLIT, count)
     for j in tl.range(tl.where(begin < 0, end, begin), end, disable_licm=True):
         mine = i == j
         left = length - tl.sum(tl.where(mine, pages, 0)) * L.page
         at_open = tl.sum(tl.where(mine, opened, 0)).to(tl.int64)
-        page = payload + tl.sum(tl.where(mine, slots, 0)).to(tl.int64) * payload_stride
+        page = page_at(tl.sum(tl.where(mine, places, 0)), payload, payload_stride, host, host_stride, HAS_HOST)
         for t0 in tl.static_range(0, PAGE, TILE):
             if at_open >= 0:
                 own = open_pages + at_open * open_stride + head * (L.page * L.dim)
@@ -210,11 +201,11 @@ def merge_splits(
 
 @triton.jit
 def attend_blocks(
-    q, k, v, out, lse, cu_q, context, table, open_slot, payload_slot, payload, open_pages, units, totals, chosen,
-    lengths, q_stride, kv_stride, out_stride, lse_stride, table_stride, payload_stride, open_stride, chosen_stride,
-    first_unit, window, sink_pages, min_pages, scale, softcap,
-    M: tl.constexpr, CHOSEN: tl.constexpr, HAS_FRESH: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_LSE: tl.constexpr,
-    CAP: tl.constexpr, L: tl.constexpr,
+    q, k, v, out, lse, cu_q, context, table, open_slot, payload_slot, payload, host, open_pages, units, totals,
+    chosen, lengths, q_stride, kv_stride, out_stride, lse_stride, table_stride, payload_stride, host_stride,
+    open_stride, chosen_stride, first_unit, window, sink_pages, min_pages, scale, softcap,
+    M: tl.constexpr, CHOSEN: tl.constexpr, HAS_FRESH: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_HOST: tl.constexpr,
+    HAS_LSE: tl.constexpr, CAP: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """M of a block unit's rows (queries times heads of the group) over its list: grid (units, heads, parts).
 
@@ -253,7 +244,8 @@ def attend_blocks(
             p = listed_page(i, first, last, picked, count)
             block = tl.load(places + p)
             if tl.load(open_slot + block) < 0:
-                page = page_data(block, payload, payload_slot, payload_stride, HAS_SLOTS)
+                place = place_of(block, block >= 0, payload_slot, HAS_SLOTS, HAS_HOST)
+                page = page_at(place, payload, payload_stride, host, host_stride, HAS_HOST)
                 for t0 in tl.range(0, PAGE, TILE, disable_licm=True):
                     keep, peak, total, sums = add_sealed(
                         x, page, head, t0, length - p * L.page, scale, softcap, peak, total, sums, False, CAP, L
@@ -270,7 +262,8 @@ def attend_blocks(
         slot = tl.load(open_slot + block)
         at = open_pages + slot.to(tl.int64) * open_stride
         if L.k_bits == 16:
-            page = page_data(block, payload, payload_slot, payload_stride, HAS_SLOTS)
+            place = place_of(block, block >= 0, payload_slot, HAS_SLOTS, HAS_HOST)
+            page = page_at(place, payload, payload_stride, host, host_stride, HAS_HOST)
             at = tl.where(slot < 0, page.to(tl.pointer_type(q.dtype.element_ty)), at)
         if L.k_bits == 16 or slot >= 0:
             at += head * (L.page * L.dim)

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,12 +21,16 @@ from ..selection import SparseSettings
 from ..selection.cascade import EXPLAINED, SPREAD
 from ..selection.settings import UNLIMITED
 from .attend import attend_blocks, attend_split, merge_splits
+from .device_pages import DevicePages
 from .geometry import MIN_ROWS, Geometry, power_of_two
 from .score import fresh_moments, known_blocks, probe_pages, score_headers
 from .seal import append_rows, seal_pages
 from .select import choose_pages, rank_headers
 from .units import BLOCK, plan_units
 from .xformers_prefill import XformersPrefill
+
+if TYPE_CHECKING:
+    from ..kernels import Residency
 
 BLOCK_QUERIES = int(BLOCK.value)
 SAMPLES = 16  # queries that a block unit asks with, by head: `sparse_pages.SAMPLE_STEP` apart
@@ -76,7 +80,7 @@ class TritonKernels:
     interpreter)."""
 
     name = "triton"
-    pages = False  # attention takes no residency: all pages must be on the device
+    pages = False  # takes `DevicePages` as residency, but no backend makes them yet
 
     def __init__(
         self, blocking: Blocking | None = None, launch: Launcher = launch, prefill: XformersPrefill | None = None
@@ -154,16 +158,19 @@ class TritonKernels:
         pages_read: torch.Tensor | None = None,
         chosen: torch.Tensor | None = None,
         depth: torch.Tensor | None = None,
-        residency: Any = None,
+        residency: Residency | DevicePages | None = None,
         max_query_len: int | None = None,
     ) -> None:
         """As `CpuKernels.attention`. `max_query_len`: most tokens of a row, where the caller knows a bound. `depth`:
-        float32 `[tokens, num_kv_heads]`, share of the candidates whose plane 0 was read.
+        float32 `[tokens, num_kv_heads]`, share of the candidates whose plane 0 was read. `residency`: where the pages
+        are; its slots and table then take the place of `payload` and `payload_slot`.
 
         Workspaces come from torch's allocator and take at most about `WAVE_BYTES`.
         """
         if residency is not None:
-            raise ValueError("residency: the Triton kernels read pages on the device only (ktx.overcommit must be 1)")
+            if not isinstance(residency, DevicePages):
+                raise ValueError(f"residency: found {type(residency).__name__}; the Triton kernels take DevicePages")
+            payload, payload_slot = residency.slots, residency.slot_table
         if not len(context) or not len(q):
             return
         if k is not None and v is not None:
@@ -172,8 +179,8 @@ class TritonKernels:
         _Step(
             self.launch, layout, self.blocking or Blocking.of(shape), shape, q, k, v, out, cu_q, context, block_table,
             open_slot, payload, open_pages, float(scale), float(softcap), payload_slot, lse, headers,
-            _checked(layout, sparse, headers), dropped, pages_read, chosen, depth, min(len(q), max_query_len or len(q)),
-            self.prefill,
+            _checked(layout, sparse, headers), dropped, pages_read, chosen, depth, residency,
+            min(len(q), max_query_len or len(q)), self.prefill,
         ).run()  # fmt: skip
 
 
@@ -224,6 +231,7 @@ class _Step:
     pages_read: torch.Tensor | None
     handed: torch.Tensor | None
     depth: torch.Tensor | None
+    residency: DevicePages | None
     max_query: int
     prefill: XformersPrefill | None
 
@@ -240,7 +248,12 @@ class _Step:
         self.always = self.pages if self.dense else min(self.pages, sinks + settings.window // size + 2 + least)
         self.cap = 0 if self.dense else min(max(1, self.pages - sinks), self._most(self.pages))
         self.pages_stride = -(-self.pages // 16) * 16
-        self.flags = {"HAS_SLOTS": self.payload_slot is not None, "CAP": self.softcap > 0, "L": self.L}
+        self.host = None if self.residency is None else self.residency.host
+        self.host_stride = 0 if self.host is None else self.host.stride(0)
+        self.flags = {
+            "HAS_SLOTS": self.payload_slot is not None, "HAS_HOST": self.host is not None, "CAP": self.softcap > 0,
+            "L": self.L,
+        }  # fmt: skip
         self.moments: torch.Tensor | None = None
         # Splits of a token unit: of the row's own tokens, of pages read in any case (together `lead`), of chosen pages.
         self.split_pages = self.blocking.dense_split_pages if self.dense else self.blocking.split_pages
@@ -315,15 +328,29 @@ class _Step:
         stats = self._new(units, shape.heads, splits, shape.group, 2)
         sums = self._new(units, shape.heads, splits, shape.group, 1 + shape.rotate, shape.dim)
         choice = (self.units, self.units)  # placeholders where nothing is chosen
+        if self.dense:
+            self._bring(self.units, first, units, choice)
         self._attend_splits(first, units, stats, sums, choice, fresh, 0, lead, splits, False)
         if not self.dense:
             choice = self._choose(self.units, first, units, 1, stats, splits, lead)
+            self._bring(self.units, first, units, choice)
             self._attend_splits(first, units, stats, sums, choice, 0, lead, splits - lead, splits, True)
         self.launch(merge_splits, (units, self.q.shape[1]),
             self.out, self.lse, stats, sums, self.cu_q, self.units, self.totals, self.out.stride(0),
             0 if self.lse is None else self.lse.stride(0), first, splits, SPLITS=power_of_two(splits),
             HAS_LSE=self.lse is not None, L=shape,
         )  # fmt: skip
+
+    def _bring(self, unit_list: torch.Tensor, first: int, units: int, choice: tuple[torch.Tensor, ...]) -> None:
+        """Slots for what the units are about to read, where not all pages have one."""
+        if self.residency is not None:
+            tokens = unit_list is self.units
+            self.residency.bring(
+                self.launch, (units, 1 if self.dense else 1 + self.L.heads, max(self.always, self.cap)),
+                (self.cu_q, self.context, self.table, self.open_slot, unit_list, self.totals, *choice),
+                (self.table.stride(0), self.cap, first, *self.limits), int(tokens and first == 0), BLOCKS=not tokens,
+                CHOSEN=not self.dense, L=self.L,
+            )  # fmt: skip
 
     def _attend_splits(
         self, first: int, units: int, stats: torch.Tensor, sums: torch.Tensor, choice: tuple[torch.Tensor, ...],
@@ -332,8 +359,9 @@ class _Step:
         chosen, lengths = choice
         self.launch(attend_split, (units, self.L.heads, count),
             self.q, self.k, self.v, stats, sums, self.cu_q, self.context, self.table, self.open_slot, self.payload_slot,
-            self.payload, self.open_pages, self.units, self.totals, chosen, lengths, self.q.stride(0),
-            self._kv_stride(), self.table.stride(0), self.payload.stride(0), self.open_pages.stride(0), self.cap, first,
+            self.payload, self.host, self.open_pages, self.units, self.totals, chosen, lengths, self.q.stride(0),
+            self._kv_stride(), self.table.stride(0), self.payload.stride(0), self.host_stride,
+            self.open_pages.stride(0), self.cap, first,
             *self.limits, fresh, base, splits, self.scale, self.softcap, M=max(MIN_ROWS, self.L.rows),
             SPLIT=self.split_pages, FRESH=FRESH_SPLIT, CHOSEN=listed, HAS_FRESH=fresh > 0, **self.flags,
             num_warps=self.blocking.split_warps, num_stages=self.blocking.split_stages,
@@ -390,10 +418,13 @@ class _Step:
                 splits, lead, first, *self.limits, settings.share, *SPREAD, *EXPLAINED,
                 ALL=settings.scoring == "codes", **ranking,
             )  # fmt: skip
+            page, slot = self.payload, self.payload_slot
+            if self.residency is not None:
+                page, slot = self.residency.scoring, None
             self.launch(probe_pages, (units, shape.heads, -(-self.pages // PROBE_PAGES)),
-                self.q, self.payload, codes, lists, lengths, self.cu_q, self.table, self.payload_slot, unit_list,
-                self.totals, self.q.stride(0), self.table.stride(0), self.payload.stride(0), stride, first, self.scale,
-                self.softcap, M=padded, PAGES=PROBE_PAGES, HAS_SLOTS=self.payload_slot is not None, **common,
+                self.q, page, codes, lists, lengths, self.cu_q, self.table, slot, unit_list, self.totals,
+                self.q.stride(0), self.table.stride(0), page.stride(0), stride, first, self.scale, self.softcap,
+                M=padded, PAGES=PROBE_PAGES, HAS_SLOTS=slot is not None, **common,
             )  # fmt: skip
         chosen = self._new(units, shape.heads, self.cap, dtype=torch.int32)
         shares = self._new(units, shape.heads, shape.group, stride)
@@ -416,15 +447,17 @@ class _Step:
         chosen = lengths = self.blocks
         if not self.dense:
             chosen, lengths = self._choose(self.blocks, first, units, SAMPLES, None, 1, 1)
+        self._bring(self.blocks, first, units, (chosen, lengths))
         if self.prefill is not None and self.prefill.fits(self):
             self.prefill.attend(self, first, units, chosen, lengths)
             return
         parts = -(-min(self.max_query, BLOCK_QUERIES) * shape.group // rows)
         self.launch(attend_blocks, (units, shape.heads, parts),
             self.q, self.k, self.v, self.out, self.lse, self.cu_q, self.context, self.table, self.open_slot,
-            self.payload_slot, self.payload, self.open_pages, self.blocks, self.totals, chosen, lengths,
+            self.payload_slot, self.payload, self.host, self.open_pages, self.blocks, self.totals, chosen, lengths,
             self.q.stride(0), self._kv_stride(), self.out.stride(0), 0 if self.lse is None else self.lse.stride(0),
-            self.table.stride(0), self.payload.stride(0), self.open_pages.stride(0), self.cap, first, *self.limits,
+            self.table.stride(0), self.payload.stride(0), self.host_stride, self.open_pages.stride(0), self.cap, first,
+            *self.limits,
             self.scale, self.softcap, M=rows, CHOSEN=not self.dense, HAS_FRESH=self.k is not None,
             HAS_LSE=self.lse is not None, **{**self.flags, "L": shape}, num_warps=self.blocking.block_warps,
         )  # fmt: skip

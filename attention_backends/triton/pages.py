@@ -74,6 +74,26 @@ def to_natural(x, ROWS: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
+def place_of(block, listed, payload_slot, HAS_SLOTS: tl.constexpr, HAS_HOST: tl.constexpr):
+    """Where the pages of blocks lie: their slot, or, for one that host memory alone holds, `-1 - block`."""
+    place = block
+    if HAS_SLOTS:
+        place = tl.load(payload_slot + block, mask=listed, other=0)
+        if HAS_HOST:
+            place = tl.where(place < 0, -1 - block, place)
+    return place
+
+
+@triton.jit
+def page_at(place, payload, payload_stride, host, host_stride, HAS_HOST: tl.constexpr):
+    """The payload of one page, by its place."""
+    page = payload + place.to(tl.int64) * payload_stride
+    if HAS_HOST:
+        page = tl.where(place < 0, host + (-1 - place).to(tl.int64) * host_stride, page)
+    return page
+
+
+@triton.jit
 def load_halves(base, index, valid):
     """fp16 entries of a page as float32."""
     return tl.load(base.to(tl.pointer_type(tl.float16)) + index, mask=valid, other=0.0).to(tl.float32)

@@ -20,12 +20,12 @@ from vllm_ktx.attention_backends.triton import aot
 
 PACKAGE = Path(aot.__file__).parent
 ROOT = Path(__file__).parents[2]
-KERNEL_TESTS = Path(__file__).with_name("test_triton_kernels.py")
+KERNEL_TESTS = tuple(Path(__file__).with_name(f"test_triton_{name}.py") for name in ("kernels", "pages"))
 
 
 def in_the_interpreter(*options, tests=KERNEL_TESTS):
     """Runs `tests` with TRITON_INTERPRET=1, which Triton reads when it is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests), *options]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, tests), *options]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
@@ -35,19 +35,19 @@ def in_the_interpreter(*options, tests=KERNEL_TESTS):
 
 
 def test_kernels_match_the_oracle_in_the_interpreter():
-    assert in_the_interpreter() >= 50
+    assert in_the_interpreter() >= 65
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_kernels_match_the_oracle_in_the_interpreter_over_wider_shapes():
-    assert in_the_interpreter("-m", "slow") >= 15
+    assert in_the_interpreter("-m", "slow") >= 18
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_vllm_says_the_same_with_triton_kernels():
-    assert in_the_interpreter(tests=ROOT / "tests" / "e2e" / "test_triton.py") == 2
+    assert in_the_interpreter(tests=[ROOT / "tests" / "e2e" / "test_triton.py"]) == 2
 
 
 def launches(name, dim, dtype=torch.bfloat16, q_heads=32, kv_heads=8):
@@ -61,7 +61,10 @@ def check_fits(launch, arch):
     assert built.shared <= aot.SHARED_LIMIT[arch], f"{built}: more shared memory than a block may use"
 
 
-HOT = ("seal_pages", "attend_split CHOSEN", "attend_blocks CHOSEN", "score_headers x1", "choose_pages JOIN x1")
+HOT = (
+    "seal_pages", "attend_split CHOSEN", "attend_blocks CHOSEN", "score_headers x1", "choose_pages JOIN x1",
+    "attend_split CHOSEN HAS_HOST", "find_slots", "fetch_pages",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
@@ -88,7 +91,7 @@ def test_every_kernel_of_the_package_is_among_the_launches():
             if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
                 kernels |= {node.name} if "program_id" in ast.unparse(node) else set()
     launched = {launch.label.split()[0] for launch in launches("k4v4", 128)}
-    assert kernels == launched
+    assert kernels | {"find_slots"} == launched  # which is one program
 
 
 # What waits for the device, or reads from it.

@@ -297,5 +297,12 @@ def test_the_benchmark_checks_what_it_times_and_its_steps_run(monkeypatch):
     for call in (*steps, *gpu.bf16_baselines(problem).values()):
         call()
     assert used["pages_read"].item() >= 2
+    for call, pages in gpu.paged_steps(problem, settings).values():
+        call()
+        assert pages.counts.sum() >= 2
+        assert bool(pages.counts[2]) == (len(pages.slots) == 1), "one slot: the others are read in place"
+    call, moved = gpu.fetch_all(pages)
+    call()
+    assert moved == problem.layout.payload_bytes and torch.equal(pages.slots[0], pages.host[pages.block_of[0].long()])
     longer = make_problem(shape, "k4v4", 100, 8)
     assert gpu.bf16_baselines(longer)["sdpa"]().shape == (1, 2, 8, 32)
