@@ -33,14 +33,15 @@ from ..offload import (
 from ..offload.capacity import GIB, look
 from ..offload.page_table import RESIDENT
 from ..offload.tiers import SCORING, allocate_host
-from ..tiering import TierPlan, page_spec
+from ..tiering import TierPlan, check_slots, device_fix, page_spec
 from .kernels import MIN_WAVE
 
 
 class Tiers:
     """The pages of an engine's rank: slots in `memory` (uint8 `[num_slots, payload_bytes]` a layer, in layer order)
     above host memory and disk. ranks: how many of an engine share the machine and the blocks. Raises CapacityError,
-    naming settings and numbers, if they can't hold `num_blocks`."""
+    naming settings and numbers, if they can't hold `num_blocks`, ValueError if `memory` has less than `MIN_WAVE` slots
+    a layer."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Tiers:
         trace: Trace | None = None,
         ranks: int = 1,
     ) -> None:
+        check_slots(len(memory[0]), plan.overcommit, device_fix(plan.overcommit, layout, len(memory)))
         spec = page_spec(layout, len(memory), num_blocks)
         machine = look(plan.disk_dir)
         machine = replace(machine, ram=_part(machine.ram, ranks), disk=_part(machine.disk, ranks))

@@ -13,6 +13,8 @@ from vllm_ktx.tiering import page_spec, plan_tiers
 
 LAYOUT = PageLayout(parse_format("k4v4"), 64, 8, 128)  # Llama-3.1-8B
 LAYERS = 32
+PAGE_BYTES = LAYERS * LAYOUT.page_bytes
+PAGE_GIB = PAGE_BYTES / GIB
 
 
 def plan(device_gib=None, blocks=None, ranks=1, layout=LAYOUT, **settings):
@@ -31,6 +33,13 @@ def test_everything_on_the_device_without_tiers():
     assert plan(4).overcommit == 1
     assert plan(4, host_gib=8, overcommit=1).overcommit == 1
     assert plan(40, host_gib=8).overcommit == 1, "the device holds more than the host"
+
+
+def test_what_auto_asks_for_is_enough_and_a_store_without_use_is_named(caplog):
+    assert plan(18 * PAGE_GIB, host_gib=8).overcommit > 1
+    caplog.set_level("INFO", "vllm.ktx")
+    assert plan(10 * PAGE_GIB, host_gib=5 * PAGE_GIB).overcommit == 1, "less than the device holds: nothing to refuse"
+    assert "holds 10 pages a layer, host memory and disk 4: all pages stay on the device" in caplog.text
 
 
 @pytest.mark.parametrize(("device", "host"), [(2, 8), (4, 12), (1, 6), (3, 64)])
@@ -77,6 +86,8 @@ def test_ranks_share_and_planes_stay_out_where_there_is_no_room():
         ({"host_gib": 1e-4, "device_gib": 1}, "hold not one block"),
         ({"host_gib": 8, "overcommit": 20, "device_gib": 0.04}, "leaves .* at least 16 are needed: lower"),
         ({"host_gib": 8, "overcommit": 20, "blocks": 100}, "leaves .* at least 16 are needed: lower"),
+        ({"host_gib": 8, "device_gib": 17 * PAGE_GIB}, f"hold 17 pages a layer.*-bytes {18 * PAGE_BYTES} or more, or"),
+        ({"host_gib": 8, "device_gib": 3 * PAGE_GIB}, "hold 3 pages a layer, at least 18 are needed"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(settings, message):
@@ -171,6 +182,14 @@ def test_a_lost_block_of_several_ranks_stops_the_engine():
             found.note_faults({7})
     finally:
         found.close()
+
+
+@pytest.mark.parametrize("slots", [4, 15])
+def test_too_small_a_pool_is_refused_before_the_first_request(slots):
+    with pytest.raises(ValueError, match=rf"leaves {slots} slots .* at least 16 .*--kv-cache-memory-bytes \d+ or more"):
+        tiers(slots)
+    found, _ = tiers(16)
+    found.close()
 
 
 def test_too_small_a_store_names_the_settings():
