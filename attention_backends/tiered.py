@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -66,21 +67,24 @@ class Tiers:
                 "ktx.host_gib has no room for the scoring planes, which are then fetched like pages: raise it by "
                 f"{spec.num_pages * spec.scoring_bytes / GIB:.2f}"
             )
-        disk = None
-        if plan.disk_bytes:
-            on_disk = replace(spec, num_blocks=min(num_blocks, max(1, verdict.disk_blocks)))
-            disk = DiskTier(on_disk, plan.disk_dir)  # type: ignore[arg-type]
         self.spec, self.trace, self._alone = spec, trace, ranks == 1
-        self.store = TieredStore(spec, plan.host_bytes - plane_bytes, disk)
-        wave = max(MIN_WAVE, len(memory[0]) * 7 // 8)
-        self.pool = HotPool(spec, memory, self.store, plan.eviction, trace=trace, wave=wave)
         self.weighs = plan.eviction == "attention"  # by what the rows of a step choose
-        ahead = min(plan.prefetch_layers, len(memory) - 1)
-        self.pipeline = LayerPipeline(self.pool, len(memory), ahead)
-        self.layers = []
-        for layer, slots in enumerate(memory):
-            planes = torch.from_numpy(allocate_host(num_blocks, spec.scoring_bytes)) if plane_bytes else None
-            self.layers.append(LayerPages(self, layer, slots, planes))
+        with ExitStack() as opened:  # a start-up that fails leaves nothing open
+            disk = None
+            if plan.disk_bytes:
+                on_disk = replace(spec, num_blocks=min(num_blocks, max(1, verdict.disk_blocks)))
+                disk = DiskTier(on_disk, plan.disk_dir)  # type: ignore[arg-type]
+                opened.callback(disk.close)
+            self.store = TieredStore(spec, plan.host_bytes - plane_bytes, disk)
+            wave = max(MIN_WAVE, len(memory[0]) * 7 // 8)
+            self.pool = HotPool(spec, memory, self.store, plan.eviction, trace=trace, wave=wave)
+            opened.callback(self.pool.close)
+            self.pipeline = LayerPipeline(self.pool, len(memory), min(plan.prefetch_layers, len(memory) - 1))
+            self.layers = []
+            for layer, slots in enumerate(memory):
+                planes = torch.from_numpy(allocate_host(num_blocks, spec.scoring_bytes)) if plane_bytes else None
+                self.layers.append(LayerPages(self, layer, slots, planes))
+            self.close = opened.pop_all().close
         self._faults: set[int] = set()
         self._homeless: set[int] = set()
 
@@ -113,10 +117,6 @@ class Tiers:
         """Blocks that were lost since the last call."""
         faults, self._faults = self._faults, set()
         return faults
-
-    def close(self) -> None:
-        self.pool.close()
-        self.store.close()
 
 
 def _part(size: int | None, ranks: int) -> int | None:

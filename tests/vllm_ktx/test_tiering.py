@@ -1,14 +1,19 @@
 """Where pages may live, decided from settings alone; and the runtime over a real pool and store."""
 
+import os
+import threading
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from vllm_ktx.attention_backends import tiered
 from vllm_ktx.attention_backends.kernels import MIN_WAVE
 from vllm_ktx.attention_backends.tiered import Tiers
 from vllm_ktx.config import KtxConfig
 from vllm_ktx.kv_quant import PageLayout, parse_format
-from vllm_ktx.offload import GIB, CapacityError, TierFault
+from vllm_ktx.offload import GIB, CapacityError, TierFault, disk
 from vllm_ktx.tiering import page_spec, plan_tiers
 
 LAYOUT = PageLayout(parse_format("k4v4"), 64, 8, 128)  # Llama-3.1-8B
@@ -190,6 +195,24 @@ def test_too_small_a_pool_is_refused_before_the_first_request(slots):
         tiers(slots)
     found, _ = tiers(16)
     found.close()
+
+
+@pytest.mark.parametrize(("module", "part"), [(tiered, "TieredStore"), (tiered, "HotPool"), (tiered, "LayerPages"),
+                                              (disk, "Staging")])  # fmt: skip
+def test_a_failed_start_leaves_nothing_open(module, part, monkeypatch, tmp_path):
+    def fail(*args, **more):
+        raise CapacityError("no room")
+
+    def opened():
+        links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()]
+        ours = [link for link in links if str(tmp_path) in link or "io_uring" in link]
+        return len(ours), sum(thread.name.startswith("ktx-") for thread in threading.enumerate())
+
+    before = opened()
+    monkeypatch.setattr(module, part, fail)
+    with pytest.raises(CapacityError, match="no room") as kept:  # as the traceback does
+        tiers(disk_gib=0.01, disk_dir=str(tmp_path))
+    assert opened() == before, kept
 
 
 def test_too_small_a_store_names_the_settings():
