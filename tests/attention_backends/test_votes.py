@@ -1,0 +1,47 @@
+"""The votes for `eviction='attention'` cost the selection's size, not that of the context."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_ktx.attention_backends.ktx import KTXImpl, KTXMetadata
+from vllm_ktx.attention_backends.selection import SparseSettings
+from vllm_ktx.kv_quant import PageLayout, parse_format
+
+HEADS, PAGES = 2, 600
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({"max_pages": 40}, 40),
+        ({"select": "top_k", "top_k": 7}, 7),
+        ({"select": "global_ratio", "global_ratio": 0.01}, 6),
+        ({"coverage": 1.0}, PAGES),
+    ],
+)
+def test_lists_are_as_long_as_a_selection_and_rows_without_one_are_not_read(settings, most):
+    tokens, table = 130, torch.stack((torch.arange(PAGES), torch.arange(PAGES) + 1000)).int()
+    meta = KTXMetadata(
+        num_tokens=tokens, cu_q=torch.tensor([0, 0, 129, 130], dtype=torch.int32),
+        context=torch.tensor([0, PAGES * 64, PAGES * 64], dtype=torch.int32), block_table=table[[0, 0, 1]],
+        open_slot=torch.full((2000,), -1, dtype=torch.int32), open_capacity=0,
+        layout=PageLayout(parse_format("k4v4"), 64, HEADS, 64), sparse=SparseSettings(**settings),
+        context_pages=torch.full((tokens,), PAGES), audit=None, evict=[], reopen=[], append=None, seal_fresh=None,
+        seal_open=None, tiers=SimpleNamespace(weighs=True),
+    )  # fmt: skip
+    widths = []
+
+    def attend(out, chosen, dropped, pages_read, depth, **more):
+        widths.append(chosen.shape[-1])
+        chosen[..., 1:] = 599  # what was never touched may hold anything
+        for token, head, pages in ((0, 0, [3, 4]), (64, 1, [4, 599]), (129, 0, [5])):
+            chosen[token, head] = torch.tensor(pages + [-1] * (most - len(pages)), dtype=torch.int32)
+        for counter in (dropped, pages_read, depth):
+            counter.zero_()
+
+    impl = SimpleNamespace(num_heads=HEADS, num_kv_heads=HEADS)
+    votes = KTXImpl._attend_sparse(impl, attend, None, SimpleNamespace(headers=None), meta, 0)
+    assert widths == [most]
+    assert {int(b): int(votes[b]) for b in votes.nonzero()} == {3: 1, 4: 2, 599: 1, 1005: 1}
