@@ -240,5 +240,7 @@ def run_step(pages: OpenPages, memory: Memory, step, width: int) -> None:
     prefilling = np.array([row.computed < row.prompt for row, _ in step])
     memory.apply(pages.plan(cu_q, context, tables, prefilling), np.concatenate(fresh))
     pages.check_integrity()
-    for i, (row, _) in enumerate(step):
+    for i, (row, count) in enumerate(step):
         assert memory.read(pages, tables[i], context[i]).tolist() == row.tokens[: row.computed]
+        uncertain = row.blocks[len(row.tokens) // PAGE : -(-(row.computed + count) // PAGE)]
+        assert (pages.sealed_fill[uncertain] < PAGE).all(), "drafts were sealed"
