@@ -27,7 +27,7 @@ class PoolModel:
             queue_pages=int(rng.choice([5, 1000])), bounce=bool(rng.integers(2)),
         )  # fmt: skip
         self.truth: dict[tuple[int, int], int] = {}
-        self.maybe_lost: set[tuple[int, int]] = set()  # a write of it may have been refused
+        self.maybe_lost: set[tuple[int, int]] = set()  # its only copy was in the pool while its writes failed
         self.tickets: list = []
         self.version = 0
         self.reads = self.read_faults = 0
@@ -71,8 +71,7 @@ class PoolModel:
         self.pool.release(layer)
         for block in blocks.tolist():
             self.truth[layer, block] = self.version
-            if self.store.bad_writes:
-                self.maybe_lost.add((layer, block))
+        self.note_unwritable()
 
     def read(self) -> None:
         layer = self.layer()
@@ -141,6 +140,7 @@ class PoolModel:
         self.pool.forget(block)
         for at in range(self.spec.num_layers):
             self.truth.pop((at, int(block[0])), None)
+            self.maybe_lost.discard((at, int(block[0])))
         assert not self.pool.available(layer, block).any()
         try:
             self.pool.ensure(layer, block)
@@ -158,15 +158,23 @@ class PoolModel:
 
     def inject(self) -> None:
         pages = set(self.rng.choice(self.spec.num_pages, 10, replace=False).tolist())
-        which = self.rng.integers(2)
-        if which:
+        if self.rng.integers(2):
             self.store.bad_reads = pages
         else:
             self.store.bad_writes = pages
-            self.maybe_lost |= set(self.truth)
+            self.note_unwritable()
+
+    def note_unwritable(self) -> None:
+        bad = {self.spec.name(page) for page in self.store.bad_writes}
+        self.maybe_lost |= {page for page in bad & set(self.truth) if not self.stored(page)}
 
     def heal(self) -> None:
         self.store.bad_reads, self.store.bad_writes = set(), set()
+        self.maybe_lost = {page for page in self.maybe_lost if not self.stored(page)}
+
+    def stored(self, page: tuple[int, int]) -> bool:
+        with self.pool._lock:
+            return bool(self.pool._table.stored[page])
 
     def finish(self) -> None:
         """Everything that is left is right, in the pool and, after a flush, in the store."""
