@@ -53,7 +53,8 @@ class LayerPipeline:
                     self._running[after] = self._pool.fetch(after, blocks, self._parts)
 
     def chosen(self, layer: int, blocks: npt.ArrayLike) -> None:
-        """`layer` read these blocks at this step, the best first: what doesn't fit a wave isn't asked for again."""
+        """`layer` read these blocks at this step, those that it had to fetch first: of more than a wave the first are
+        asked for again, as the others are likely still there."""
         self._last[layer] = np.asarray(blocks, np.int64)[: self._pool.wave].copy()
 
     def cancel(self) -> None:

@@ -352,5 +352,5 @@ class Transfers:
 
     def _use(self, layer: int) -> str:
         table = self.table
-        counts = ((table.held, "held by the step"), (table.pinned, "pinned"), (table.dirty, "not in the store"))
+        counts = ((table.held, "held by the step"), (table.dirty, "not in the store"))
         return ", ".join(f"{int(flags[layer].sum())} {what}" for flags, what in counts) + f" of {table.num_slots} slots"

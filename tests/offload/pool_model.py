@@ -35,7 +35,7 @@ class PoolModel:
     def step(self) -> None:
         """One random operation."""
         operations = [self.seal] * 8 + [self.read] * 12 + [self.prefetch] * 8
-        operations += [self.cancel, self.forget, self.pin, self.weigh, self.forget_then_read]
+        operations += [self.cancel, self.forget, self.weigh, self.forget_then_read]
         if self.faults:
             operations += [self.inject, self.heal] * 2
         operations[self.rng.integers(len(operations))]()
@@ -103,7 +103,7 @@ class PoolModel:
         try:
             self.pool.ensure(layer, self.known(layer, self.pool.wave))
         except (TierFault, PoolFull):
-            pass  # unknown pages, faults, or two waves beside pinned pages
+            pass  # unknown pages, faults, or two waves
         self.pool.release(layer)
 
     def explain(self, layer: int, blocks: np.ndarray, fault: TierFault) -> None:
@@ -141,16 +141,12 @@ class PoolModel:
         for at in range(self.spec.num_layers):
             self.truth.pop((at, int(block[0])), None)
             self.maybe_lost.discard((at, int(block[0])))
-        assert not self.pool.available(layer, block).any()
+        assert self.pool.slot_table(layer)[int(block[0])] < 0 and not self.stored((layer, int(block[0])))
         try:
             self.pool.ensure(layer, block)
             raise AssertionError("a forgotten page was read")
         except TierFault as fault:
             assert isinstance(fault.faults[0], PageMissing)
-
-    def pin(self) -> None:
-        layer, blocks = self.layer(), self.blocks(4)
-        (self.pool.pin if self.rng.integers(2) else self.pool.unpin)(layer, blocks)
 
     def weigh(self) -> None:
         blocks = self.blocks(8)
