@@ -427,8 +427,9 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         lse = torch.empty(meta.num_tokens, self.num_heads) if audited else None
         counters = {"dropped": dropped, "pages_read": pages_read, "depth": depth}
         chosen = None
-        if meta.tiers is not None and meta.tiers.weighs:
-            sparse, pages = meta.sparse, int(meta.context_pages.max())
+        sparse = meta.sparse
+        if sparse is not None and meta.tiers is not None and meta.tiers.weighs:
+            pages = int(meta.context_pages.max())
             most = math.ceil(sparse.global_ratio * pages) if sparse.global_ratio else sparse.top_k or sparse.cap
             chosen = torch.empty((*shape, min(pages, most)), dtype=torch.int32)
             chosen[..., 0] = -1  # a prefill block fills one row of 64: the others aren't touched

@@ -1,5 +1,6 @@
 """The votes for `eviction='attention'` cost the selection's size, not that of the context."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,6 @@ import torch
 
 from vllm_ktx.attention_backends.ktx import KTXImpl, KTXMetadata
 from vllm_ktx.attention_backends.selection import SparseSettings
-from vllm_ktx.kv_quant import PageLayout, parse_format
 
 HEADS, PAGES = 2, 600
 
@@ -23,14 +23,12 @@ HEADS, PAGES = 2, 600
 )
 def test_lists_are_as_long_as_a_selection_and_rows_without_one_are_not_read(settings, most):
     tokens, table = 130, torch.stack((torch.arange(PAGES), torch.arange(PAGES) + 1000)).int()
-    meta = KTXMetadata(
-        num_tokens=tokens, cu_q=torch.tensor([0, 0, 129, 130], dtype=torch.int32),
-        context=torch.tensor([0, PAGES * 64, PAGES * 64], dtype=torch.int32), block_table=table[[0, 0, 1]],
-        open_slot=torch.full((2000,), -1, dtype=torch.int32), open_capacity=0,
-        layout=PageLayout(parse_format("k4v4"), 64, HEADS, 64), sparse=SparseSettings(**settings),
-        context_pages=torch.full((tokens,), PAGES), audit=None, evict=[], reopen=[], append=None, seal_fresh=None,
-        seal_open=None, tiers=SimpleNamespace(weighs=True),
+    meta = SimpleNamespace(
+        num_tokens=tokens, cu_q=torch.tensor([0, 0, 129, 130], dtype=torch.int32), block_table=table[[0, 0, 1]],
+        open_slot=torch.full((2000,), -1, dtype=torch.int32), sparse=SparseSettings(**settings),
+        context_pages=torch.full((tokens,), PAGES), audit=None, accounts=None, tiers=SimpleNamespace(weighs=True),
     )  # fmt: skip
+    meta.count_votes = partial(KTXMetadata.count_votes, meta)
     widths = []
 
     def attend(out, chosen, dropped, pages_read, depth, **more):
