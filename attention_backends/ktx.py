@@ -291,9 +291,9 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
             **self._sparse_step(cu_q, context),
             **_plan_tensors(plan),
         )
-        if self.tiers is not None and (homeless := self.tiers.take_homeless()):
-            self.tiers.note_faults(homeless)
-            meta.drop_context(homeless)
+        if self.tiers is not None and (unplaced := self.tiers.take_unplaced()):
+            self.tiers.note_faults(unplaced)
+            meta.drop_context(unplaced)
         return meta
 
     def _sparse_step(self, cu_q: torch.Tensor, context: torch.Tensor) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class Tiers:
                 self.layers.append(LayerPages(self, layer, slots, planes))
             self.close = opened.pop_all().close
         self._faults: set[int] = set()
-        self._homeless: set[int] = set()
+        self._unplaced: set[int] = set()
 
     def begin_step(self, batch: Hashable, begun: npt.NDArray[np.int32] | None = None) -> PoolStats:
         """A step of the rows that `batch` identifies begins, in which the blocks `begun` `[n]` get new content; returns
@@ -103,15 +103,15 @@ class Tiers:
         self._faults |= blocks
         self.pool.forget(sorted(blocks))
 
-    def note_homeless(self, blocks: npt.NDArray[np.int32]) -> None:
+    def note_unplaced(self, blocks: npt.NDArray[np.int32]) -> None:
         """New pages of `blocks` found no room: they are lost from the next step on, when vLLM counts them as
         computed."""
-        self._homeless.update(blocks.tolist())
+        self._unplaced.update(blocks.tolist())
 
-    def take_homeless(self) -> set[int]:
+    def take_unplaced(self) -> set[int]:
         """Blocks noted so since the last call."""
-        homeless, self._homeless = self._homeless, set()
-        return homeless
+        unplaced, self._unplaced = self._unplaced, set()
+        return unplaced
 
     def take_faults(self) -> set[int]:
         """Blocks that were lost since the last call."""
@@ -133,7 +133,7 @@ class LayerPages:
         self._batch = max(1, len(slots) // 4)  # new pages at a time: while some are filled others are written back
         self.slot_table = tiers.pool.slot_table(layer)
         state, parts = tiers.pool.slot_flags(layer)
-        self._touched = np.zeros(len(slots), np.uint8)  # by the kernels: read without `bring`
+        self._touched = np.zeros(len(slots), np.uint8)  # by the kernels: read without `fetch`
         arrays = (state.ctypes.data, parts.ctypes.data, self._touched.ctypes.data)
         self.slots = (*arrays, RESIDENT, tiers.spec.all_parts)
         self._read: list[npt.NDArray[np.int32]] = []
@@ -142,7 +142,7 @@ class LayerPages:
         """The layer is about to run."""
         self._tiers.pipeline.before_layer(self.layer)
 
-    def bring(self, blocks: npt.NDArray[np.int32], scoring: bool) -> None:
+    def fetch(self, blocks: npt.NDArray[np.int32], scoring: bool) -> None:
         self._pool.release(self.layer)
         try:
             self._pool.ensure(self.layer, blocks, SCORING if scoring else WHOLE)
@@ -180,7 +180,7 @@ class LayerPages:
             try:
                 slots = self._pool.allocate(self.layer, unique)
             except PoolFull:
-                self._tiers.note_homeless(unique)
+                self._tiers.note_unplaced(unique)
                 continue
             yield torch.arange(start, start + len(some)), torch.from_numpy(slots[where])
             if self.scoring is not None:
@@ -189,6 +189,6 @@ class LayerPages:
             self._pool.release(self.layer)
 
     def slot_of(self, block: int) -> int:
-        """The slot of one page, brought if need be, until the next call of this object. Raises TierFault."""
-        self.bring(np.array([block], np.int32), scoring=False)
+        """The slot of one page, fetched if need be, until the next call of this object. Raises TierFault."""
+        self.fetch(np.array([block], np.int32), scoring=False)
         return int(self.slot_table[block])

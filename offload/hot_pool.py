@@ -111,7 +111,7 @@ class HotPool:
         if not there.all():
             start = time.perf_counter()
             try:
-                faults = self._moves.bring(layer, wanted, parts)
+                faults = self._moves.fetch(layer, wanted, parts)
                 if faults:
                     raise TierFault({i: faults[b] for i, b in enumerate(asked.tolist()) if b in faults})
             except (TierFault, PoolFull):
@@ -125,7 +125,7 @@ class HotPool:
             table.policies[layer].use(np.unique(slots).astype(np.int64))
             return slots
 
-    def fetch(self, layer: int, blocks: npt.ArrayLike, parts: int = WHOLE) -> list[Fetch]:
+    def prefetch(self, layer: int, blocks: npt.ArrayLike, parts: int = WHOLE) -> list[Fetch]:
         """Asks for pages ahead; never waits. Returns tickets for `cancel`.
 
         A hint: pages that are there, on their way or not in the store are left out, and so are those for which no slot

@@ -139,7 +139,7 @@ class Transfers:
             self.queue.remove(fetch)
             self._end(fetch, np.zeros(len(fetch.slots), bool))
 
-    def bring(self, layer: int, wanted: Ints, parts: int) -> dict[int, PageFault]:
+    def fetch(self, layer: int, wanted: Ints, parts: int) -> dict[int, PageFault]:
         """Returns when all parts of distinct pages are there, or with the faults, by block, of those that won't be."""
         end = time.monotonic() + self.timeout
         while True:

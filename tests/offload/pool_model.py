@@ -119,7 +119,7 @@ class PoolModel:
     def prefetch(self) -> None:
         layer = self.layer()
         blocks = self.known(layer, 2 * self.pool.wave)
-        self.tickets += self.pool.fetch(layer, blocks, int(self.rng.choice([SCORING, 3])))
+        self.tickets += self.pool.prefetch(layer, blocks, int(self.rng.choice([SCORING, 3])))
 
     def cancel(self) -> None:
         self.pool.cancel(self.tickets)
@@ -136,7 +136,7 @@ class PoolModel:
     def forget_then_read(self) -> None:
         """What was forgotten is missing at once, even if it was on its way."""
         layer, block = self.layer(), self.blocks(1)
-        self.pool.fetch(layer, block)
+        self.pool.prefetch(layer, block)
         self.pool.forget(block)
         for at in range(self.spec.num_layers):
             self.truth.pop((at, int(block[0])), None)

@@ -143,7 +143,7 @@ def test_a_late_page_is_waited_for(make) -> None:
     p.pool.flush()
     blocks = np.flatnonzero(p.lookup(0, range(24)) < 0)[:3]
     p.store.gate.clear()
-    p.pool.fetch(0, blocks)
+    p.pool.prefetch(0, blocks)
     wait_for(lambda: p.pool.take_stats().queue_depth == 0)
     threading.Timer(0.05, p.store.gate.set).start()
     assert p.right(blocks, p.pool.ensure(0, blocks))
@@ -157,7 +157,7 @@ def test_a_page_that_never_comes_ends_the_wait(make) -> None:
     p.pool.flush()
     block = np.flatnonzero(p.lookup(0, range(24)) < 0)[:1]
     p.store.gate.clear()
-    p.pool.fetch(0, block)
+    p.pool.prefetch(0, block)
     wait_for(lambda: p.pool.take_stats().queue_depth == 0)
     with pytest.raises(TierFault, match="didn't arrive") as caught:
         p.pool.ensure(0, block)
@@ -173,7 +173,7 @@ def test_prefetch_never_waits_and_drops_what_finds_no_room(make) -> None:
     p.pool.flush()
     missing = np.flatnonzero(p.lookup(0, range(24)) < 0)
     p.store.gate.clear()
-    p.pool.fetch(0, missing)
+    p.pool.prefetch(0, missing)
     stats = p.pool.take_stats()
     assert stats.prefetched == 5 and stats.prefetch_dropped == len(missing) - 5 and stats.queue_peak == 5
     p.store.gate.set()
@@ -188,7 +188,7 @@ def test_a_forecast_does_not_push_out_its_own_pages(make) -> None:
     for start in range(4, 16, 4):  # the first four are now the longest unused
         p.pool.ensure(0, there[start : start + 4])
     p.pool.release(0)
-    p.pool.fetch(0, np.concatenate((there[:4], missing[:4])))
+    p.pool.prefetch(0, np.concatenate((there[:4], missing[:4])))
     wait_for(lambda: (p.lookup(0, missing[:4]) >= 0).all())
     assert (p.lookup(0, there[:4]) >= 0).all()
 
@@ -200,9 +200,9 @@ def test_cancel_takes_back_what_was_not_begun(make) -> None:
     p.pool.flush()
     p.store.gate.clear()
     first, second = (np.flatnonzero(p.lookup(layer, range(24)) < 0)[:4] for layer in (0, 1))
-    running = p.pool.fetch(0, first)
+    running = p.pool.prefetch(0, first)
     wait_for(lambda: p.pool.take_stats().queue_depth == 0)
-    waiting = p.pool.fetch(1, second)
+    waiting = p.pool.prefetch(1, second)
     p.pool.cancel(running + waiting)
     p.store.gate.set()
     assert p.right(first, p.pool.ensure(0, first))
@@ -218,9 +218,9 @@ def test_what_waits_in_the_queue_is_taken_over(make) -> None:
     p.pool.flush()
     p.store.gate.clear()
     first, second = (np.flatnonzero(p.lookup(layer, range(24)) < 0)[:4] for layer in (0, 1))
-    p.pool.fetch(0, first)
+    p.pool.prefetch(0, first)
     wait_for(lambda: p.pool.take_stats().queue_depth == 0)
-    p.pool.fetch(1, second)
+    p.pool.prefetch(1, second)
     threading.Timer(0.05, p.store.gate.set).start()
     assert p.right(second, p.pool.ensure(1, second), layer=1)
     assert p.pool.take_stats().queue_depth == 0
@@ -265,7 +265,7 @@ def test_new_content_while_the_old_is_read_and_written(make) -> None:
     p.pool.flush()
     assert (p.lookup(0, range(4)) < 0).all()
     p.store.gate.clear()
-    p.pool.fetch(0, range(4))  # old content on its way ...
+    p.pool.prefetch(0, range(4))  # old content on its way ...
     wait_for(lambda: p.pool.take_stats().queue_depth == 0)
     p.pool.forget(range(4))
     p.seal(range(4), version=3)
@@ -297,7 +297,7 @@ def test_a_background_thread_survives_anything(make) -> None:
     p.pool.flush()
     blocks = np.flatnonzero(p.lookup(0, range(24)) < 0)[:4]
     p.store.crash = RuntimeError("a bug")
-    p.pool.fetch(0, blocks)
+    p.pool.prefetch(0, blocks)
     wait_for(lambda: p.pool.take_stats().io_errors == 4)
     with pytest.raises(TierFault, match="RuntimeError: a bug"):
         p.pool.ensure(0, blocks)
@@ -404,7 +404,7 @@ def test_bookkeeping_is_quick() -> None:
     for _ in range(30):
         start = time.perf_counter()
         pool.ensure(0, blocks)
-        pool.fetch(0, blocks)
+        pool.prefetch(0, blocks)
         pool.release(0)
         times.append(time.perf_counter() - start)
     pool.close()

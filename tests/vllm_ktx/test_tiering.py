@@ -127,7 +127,7 @@ def test_pages_come_back_wherever_they_went(eviction):
             pages.begin()
             for start in (1, 17, 33):
                 blocks = np.arange(start, start + 16, dtype=np.int32)
-                pages.bring(blocks, scoring=False)
+                pages.fetch(blocks, scoring=False)
                 slots = pages.slot_table[torch.from_numpy(blocks).long()].long()
                 want = ((7 * torch.from_numpy(blocks).long() + layer) % 251).to(torch.uint8)
                 assert (memory[layer][slots] == want[:, None]).all()
@@ -174,7 +174,7 @@ def test_lost_blocks_are_told_once_and_missing_after():
         found.note_faults({2})
         assert found.take_faults() == {2} and found.take_faults() == set()
         with pytest.raises(TierFault, match="block 2, layer 0"):
-            found.layers[0].bring(np.array([1, 2, 3], np.int32), scoring=False)
+            found.layers[0].fetch(np.array([1, 2, 3], np.int32), scoring=False)
     finally:
         found.close()
 
