@@ -431,7 +431,7 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         if sparse is not None and meta.tiers is not None and meta.tiers.weighs:
             pages = int(meta.context_pages.max())
             most = math.ceil(sparse.global_ratio * pages) if sparse.global_ratio else sparse.top_k or sparse.cap
-            chosen = torch.empty((*shape, min(pages, most)), dtype=torch.int32)
+            chosen = torch.empty((*shape, max(1, min(pages, most))), dtype=torch.int32)
             chosen[..., 0] = -1  # a prefill block fills one row of 64: the others aren't touched
         attend(out, lse=lse, headers=memory.headers, sparse=meta.sparse, chosen=chosen, **counters)
         STATS.record_sparse(index, dropped, pages_read, meta.context_pages, depth)

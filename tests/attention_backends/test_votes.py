@@ -40,6 +40,11 @@ def test_lists_are_as_long_as_a_selection_and_rows_without_one_are_not_read(sett
             counter.zero_()
 
     impl = SimpleNamespace(num_heads=HEADS, num_kv_heads=HEADS)
-    votes = KTXImpl._attend_sparse(impl, attend, None, SimpleNamespace(headers=None), meta, 0)
+    memory = SimpleNamespace(headers=None)
+    votes = KTXImpl._attend_sparse(impl, attend, None, memory, meta, 0)
     assert widths == [most]
     assert {int(b): int(votes[b]) for b in votes.nonzero()} == {3: 1, 4: 2, 599: 1, 1005: 1}
+
+    meta.context_pages.zero_()  # the first chunk of a prompt
+    none = KTXImpl._attend_sparse(impl, lambda out, pages_read, **more: pages_read.zero_(), None, memory, meta, 0)
+    assert not none.any()
