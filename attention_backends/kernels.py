@@ -22,9 +22,9 @@ class Residency(Protocol):
     """Where pages that a kernel is about to read come from.
 
     limit: most distinct blocks of one call, at least `MIN_WAVE`. scoring: uint8 `[num_blocks, >= scoring_bytes]`, the
-    first bytes of every sealed page, which are then never brought for scoring; None: they are. slots: addresses of
+    first bytes of every sealed page, which are then never fetched for scoring; None: they are. slots: addresses of
     three uint8 `[num_slots]` arrays, a slot's state, its parts, and a mark, and the values of the first two where a
-    page is whole: what is so everywhere in a wave gets the mark and isn't brought; None: all is.
+    page is whole: what is so everywhere in a wave gets the mark and isn't fetched; None: all is.
     """
 
     limit: int
@@ -32,7 +32,7 @@ class Residency(Protocol):
     slots: tuple[int, int, int, int, int] | None
     native: Any  # what the native kernels keep with it; None at first. The other attributes don't change after that
 
-    def bring(self, blocks: npt.NDArray[np.int32], scoring: bool) -> None:
+    def fetch(self, blocks: npt.NDArray[np.int32], scoring: bool) -> None:
         """Makes the pages of `blocks` `[n]`, distinct, readable through `payload_slot` until the next call; `scoring`:
         their first `PageLayout.scoring_bytes` are enough."""
 

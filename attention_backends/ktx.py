@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable
@@ -173,10 +174,12 @@ class KTXMetadata(AttentionMetadata):
     lost: set[int] = field(default_factory=set)  # blocks that couldn't be had in this step
 
     def count_votes(self, chosen: torch.Tensor) -> torch.Tensor:
-        """int64 `[num_blocks]`: how often each block is in the lists of `chosen` int32 `[tokens, kv_heads, any]`."""
-        row = torch.repeat_interleave(torch.arange(len(self.context)), self.cu_q.diff().long())
-        token = (chosen >= 0).nonzero(as_tuple=True)[0]
-        blocks = self.block_table[row[token], chosen[chosen >= 0].long()]
+        """int64 `[num_blocks]`: how often each block is in the lists of `chosen` int32 `[tokens, kv_heads, any]`: page
+        numbers, -1 behind the last; of rows whose first entry is -1 nothing else is read."""
+        token, head = (chosen[..., 0] >= 0).nonzero(as_tuple=True)
+        pages = chosen[token, head].long()
+        row = torch.searchsorted(self.cu_q[1:], token.int(), right=True)
+        blocks = self.block_table[row[:, None], pages.clamp(min=0)][pages >= 0]
         return torch.bincount(blocks.long(), minlength=len(self.open_slot))
 
     def drop_context(self, blocks: set[int]) -> bool:
@@ -288,9 +291,9 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
             **self._sparse_step(cu_q, context),
             **_plan_tensors(plan),
         )
-        if self.tiers is not None and (homeless := self.tiers.take_homeless()):
-            self.tiers.note_faults(homeless)
-            meta.drop_context(homeless)
+        if self.tiers is not None and (unplaced := self.tiers.take_unplaced()):
+            self.tiers.note_faults(unplaced)
+            meta.drop_context(unplaced)
         return meta
 
     def _sparse_step(self, cu_q: torch.Tensor, context: torch.Tensor) -> dict[str, Any]:
@@ -426,8 +429,12 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         lse = torch.empty(meta.num_tokens, self.num_heads) if audited else None
         counters = {"dropped": dropped, "pages_read": pages_read, "depth": depth}
         chosen = None
-        if meta.tiers is not None and meta.tiers.weighs:
-            chosen = torch.full((*shape, int(meta.context_pages.max())), -1, dtype=torch.int32)
+        sparse = meta.sparse
+        if sparse is not None and meta.tiers is not None and meta.tiers.weighs:
+            pages = int(meta.context_pages.max())
+            most = math.ceil(sparse.global_ratio * pages) if sparse.global_ratio else sparse.top_k or sparse.cap
+            chosen = torch.empty((*shape, max(1, min(pages, most))), dtype=torch.int32)
+            chosen[..., 0] = -1  # a prefill block fills one row of 64: the others aren't touched
         attend(out, lse=lse, headers=memory.headers, sparse=meta.sparse, chosen=chosen, **counters)
         STATS.record_sparse(index, dropped, pages_read, meta.context_pages, depth)
         if lse is not None:

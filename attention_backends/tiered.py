@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -33,14 +34,15 @@ from ..offload import (
 from ..offload.capacity import GIB, look
 from ..offload.page_table import RESIDENT
 from ..offload.tiers import SCORING, allocate_host
-from ..tiering import TierPlan, page_spec
+from ..tiering import TierPlan, check_slots, device_fix, page_spec
 from .kernels import MIN_WAVE
 
 
 class Tiers:
     """The pages of an engine's rank: slots in `memory` (uint8 `[num_slots, payload_bytes]` a layer, in layer order)
     above host memory and disk. ranks: how many of an engine share the machine and the blocks. Raises CapacityError,
-    naming settings and numbers, if they can't hold `num_blocks`."""
+    naming settings and numbers, if they can't hold `num_blocks`, ValueError if `memory` has less than `MIN_WAVE` slots
+    a layer."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class Tiers:
         trace: Trace | None = None,
         ranks: int = 1,
     ) -> None:
+        check_slots(len(memory[0]), plan.overcommit, device_fix(plan.overcommit, layout, len(memory)))
         spec = page_spec(layout, len(memory), num_blocks)
         machine = look(plan.disk_dir)
         machine = replace(machine, ram=_part(machine.ram, ranks), disk=_part(machine.disk, ranks))
@@ -64,23 +67,26 @@ class Tiers:
                 "ktx.host_gib has no room for the scoring planes, which are then fetched like pages: raise it by "
                 f"{spec.num_pages * spec.scoring_bytes / GIB:.2f}"
             )
-        disk = None
-        if plan.disk_bytes:
-            on_disk = replace(spec, num_blocks=min(num_blocks, max(1, verdict.disk_blocks)))
-            disk = DiskTier(on_disk, plan.disk_dir)  # type: ignore[arg-type]
         self.spec, self.trace, self._alone = spec, trace, ranks == 1
-        self.store = TieredStore(spec, plan.host_bytes - plane_bytes, disk)
-        wave = max(MIN_WAVE, len(memory[0]) * 7 // 8)
-        self.pool = HotPool(spec, memory, self.store, plan.eviction, trace=trace, wave=wave)
         self.weighs = plan.eviction == "attention"  # by what the rows of a step choose
-        ahead = min(plan.prefetch_layers, len(memory) - 1)
-        self.pipeline = LayerPipeline(self.pool, len(memory), ahead)
-        self.layers = []
-        for layer, slots in enumerate(memory):
-            planes = torch.from_numpy(allocate_host(num_blocks, spec.scoring_bytes)) if plane_bytes else None
-            self.layers.append(LayerPages(self, layer, slots, planes))
+        with ExitStack() as opened:  # a start-up that fails leaves nothing open
+            disk = None
+            if plan.disk_bytes:
+                on_disk = replace(spec, num_blocks=min(num_blocks, max(1, verdict.disk_blocks)))
+                disk = DiskTier(on_disk, plan.disk_dir)  # type: ignore[arg-type]
+                opened.callback(disk.close)
+            self.store = TieredStore(spec, plan.host_bytes - plane_bytes, disk)
+            wave = max(MIN_WAVE, len(memory[0]) * 7 // 8)
+            self.pool = HotPool(spec, memory, self.store, plan.eviction, trace=trace, wave=wave)
+            opened.callback(self.pool.close)
+            self.pipeline = LayerPipeline(self.pool, len(memory), min(plan.prefetch_layers, len(memory) - 1))
+            self.layers = []
+            for layer, slots in enumerate(memory):
+                planes = torch.from_numpy(allocate_host(num_blocks, spec.scoring_bytes)) if plane_bytes else None
+                self.layers.append(LayerPages(self, layer, slots, planes))
+            self.close = opened.pop_all().close
         self._faults: set[int] = set()
-        self._homeless: set[int] = set()
+        self._unplaced: set[int] = set()
 
     def begin_step(self, batch: Hashable, begun: npt.NDArray[np.int32] | None = None) -> PoolStats:
         """A step of the rows that `batch` identifies begins, in which the blocks `begun` `[n]` get new content; returns
@@ -97,24 +103,20 @@ class Tiers:
         self._faults |= blocks
         self.pool.forget(sorted(blocks))
 
-    def note_homeless(self, blocks: npt.NDArray[np.int32]) -> None:
+    def note_unplaced(self, blocks: npt.NDArray[np.int32]) -> None:
         """New pages of `blocks` found no room: they are lost from the next step on, when vLLM counts them as
         computed."""
-        self._homeless.update(blocks.tolist())
+        self._unplaced.update(blocks.tolist())
 
-    def take_homeless(self) -> set[int]:
+    def take_unplaced(self) -> set[int]:
         """Blocks noted so since the last call."""
-        homeless, self._homeless = self._homeless, set()
-        return homeless
+        unplaced, self._unplaced = self._unplaced, set()
+        return unplaced
 
     def take_faults(self) -> set[int]:
         """Blocks that were lost since the last call."""
         faults, self._faults = self._faults, set()
         return faults
-
-    def close(self) -> None:
-        self.pool.close()
-        self.store.close()
 
 
 def _part(size: int | None, ranks: int) -> int | None:
@@ -131,7 +133,7 @@ class LayerPages:
         self._batch = max(1, len(slots) // 4)  # new pages at a time: while some are filled others are written back
         self.slot_table = tiers.pool.slot_table(layer)
         state, parts = tiers.pool.slot_flags(layer)
-        self._touched = np.zeros(len(slots), np.uint8)  # by the kernels: read without `bring`
+        self._touched = np.zeros(len(slots), np.uint8)  # by the kernels: read without `fetch`
         arrays = (state.ctypes.data, parts.ctypes.data, self._touched.ctypes.data)
         self.slots = (*arrays, RESIDENT, tiers.spec.all_parts)
         self._read: list[npt.NDArray[np.int32]] = []
@@ -140,7 +142,7 @@ class LayerPages:
         """The layer is about to run."""
         self._tiers.pipeline.before_layer(self.layer)
 
-    def bring(self, blocks: npt.NDArray[np.int32], scoring: bool) -> None:
+    def fetch(self, blocks: npt.NDArray[np.int32], scoring: bool) -> None:
         self._pool.release(self.layer)
         try:
             self._pool.ensure(self.layer, blocks, SCORING if scoring else WHOLE)
@@ -178,7 +180,7 @@ class LayerPages:
             try:
                 slots = self._pool.allocate(self.layer, unique)
             except PoolFull:
-                self._tiers.note_homeless(unique)
+                self._tiers.note_unplaced(unique)
                 continue
             yield torch.arange(start, start + len(some)), torch.from_numpy(slots[where])
             if self.scoring is not None:
@@ -187,6 +189,6 @@ class LayerPages:
             self._pool.release(self.layer)
 
     def slot_of(self, block: int) -> int:
-        """The slot of one page, brought if need be, until the next call of this object. Raises TierFault."""
-        self.bring(np.array([block], np.int32), scoring=False)
+        """The slot of one page, fetched if need be, until the next call of this object. Raises TierFault."""
+        self.fetch(np.array([block], np.int32), scoring=False)
         return int(self.slot_table[block])

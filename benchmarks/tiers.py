@@ -1,9 +1,9 @@
 """What it costs that the device doesn't hold all pages, through `vllm.LLM`, beside an engine whose device does.
 
-    python -m benchmarks.tiers steady [--disk DIR]       # hit rate, stalls and time of decoding, by size of the hot
-    pool python -m benchmarks.tiers concurrent                # eight contexts on a device that holds one, and stock
-    vLLM there python -m benchmarks.tiers million --disk DIR        # 1,000,000 tokens: admitted, read and answered ...
-    [--json] [--save]
+    python -m benchmarks.tiers steady [--disk DIR]    # hits, stalls and time of decoding, by size of the hot pool
+    python -m benchmarks.tiers concurrent             # eight contexts on a device that holds one, and stock vLLM there
+    python -m benchmarks.tiers million --disk DIR     # 1,000,000 tokens: admitted, read and answered
+    ... [--json] [--save]
 
 `steady`: SmolLM2 reads English and goes on; the engines take turns, times are CPU and wall time a token. A step's
 budget is the number of distinct pages that a layer reads in it; a pool of 3 has three times as many slots. `million`: a

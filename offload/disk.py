@@ -15,6 +15,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,10 +88,14 @@ class DiskTier(Tier):
     ) -> None:
         self.spec, self._timeout, self._verify, self.merge_bytes = spec, timeout, verify, min(merge_bytes, CHUNK_BYTES)
         self.stride = _pad(spec.page_bytes)
-        self.fd, self.direct = open_private(folder, self.file_bytes(spec), direct)
-        self.engine = make_engine() if engine is None else engine
-        self.staging = Staging(NUM_CHUNKS, max(CHUNK_BYTES, self.stride), self.engine)
-        self._checksums = ChecksumTable(spec.num_pages, len(spec.parts))
+        with ExitStack() as opened:  # a start-up that fails leaves nothing open
+            self.engine = make_engine() if engine is None else engine
+            opened.callback(self.engine.close)
+            self.fd, self.direct = open_private(folder, self.file_bytes(spec), direct)
+            opened.callback(os.close, self.fd)
+            self.staging = Staging(NUM_CHUNKS, max(CHUNK_BYTES, self.stride), self.engine)
+            self._checksums = ChecksumTable(spec.num_pages, len(spec.parts))
+            opened.pop_all()
         self.retries = 0  # transfers that had to be done again, since the start
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Eviction policies: which slots of a layer's hot pool make room. One class a policy, found by name in `POLICIES`.
 
-A policy only ranks. What must not go (pinned, dirty, in transfer) the pool leaves out of `allowed`, for every policy
+A policy only ranks. What must not go (held, dirty, in transfer) the pool leaves out of `allowed`, for every policy
 alike. How to add one: docs/tiers.md.
 """
 

@@ -59,7 +59,6 @@ class HotPool:
                 f"size, at least {MIN_SLOTS}: lower ktx.overcommit or give the KV cache more memory"
             )
         self.spec, self.wave = spec, num_slots // 4 if wave is None else min(wave, num_slots)
-        self.pin_limit = max(0, num_slots - 2 * self.wave)
         self._table = PageTable(spec.num_layers, spec.num_blocks, num_slots, policy, spec.all_parts)
         slots, dirty_limit = [SlotMemory(m, spec, bounce) for m in memory], int(dirty_share * num_slots)
         self._queue_pages = queue_pages
@@ -83,18 +82,11 @@ class HotPool:
             self._moves.stats.hits += len(slots)
             return self._table.block_of[layer, slots]
 
-    def lookup(self, layer: int, blocks: npt.ArrayLike, parts: int = WHOLE) -> npt.NDArray[np.int32]:
-        """`[n]`: the slots of pages whose parts are there now, -1 for others. Holds nothing."""
-        wanted = self._blocks(layer, blocks)
-        with self._lock:
-            slots = self._table.slot_of[layer, wanted]
-            return np.where(self._there(layer, slots, self._parts(parts)), slots, -1)
-
     def ensure(self, layer: int, blocks: npt.ArrayLike, parts: int = WHOLE) -> npt.NDArray[np.int32]:
         """The slots `[n]` of pages, all of whose parts are there when it returns; held until `release(layer)`.
 
         Raises TierFault (positions in `blocks`) if pages can't be had, ValueError for more than `wave` distinct ones,
-        PoolFull if the slots are held or pinned. Then the pages that came are there, and nothing new is held.
+        PoolFull if the slots are held. Then the pages that came are there, and nothing new is held.
         """
         asked, parts, table = self._blocks(layer, blocks), self._parts(parts), self._table
         with self._lock:  # what nearly every call finds
@@ -119,7 +111,7 @@ class HotPool:
         if not there.all():
             start = time.perf_counter()
             try:
-                faults = self._moves.bring(layer, wanted, parts)
+                faults = self._moves.fetch(layer, wanted, parts)
                 if faults:
                     raise TierFault({i: faults[b] for i, b in enumerate(asked.tolist()) if b in faults})
             except (TierFault, PoolFull):
@@ -133,7 +125,7 @@ class HotPool:
             table.policies[layer].use(np.unique(slots).astype(np.int64))
             return slots
 
-    def fetch(self, layer: int, blocks: npt.ArrayLike, parts: int = WHOLE) -> list[Fetch]:
+    def prefetch(self, layer: int, blocks: npt.ArrayLike, parts: int = WHOLE) -> list[Fetch]:
         """Asks for pages ahead; never waits. Returns tickets for `cancel`.
 
         A hint: pages that are there, on their way or not in the store are left out, and so are those for which no slot
@@ -201,24 +193,6 @@ class HotPool:
         with self._lock:
             self._table.held[layer] = self._table.state[layer] == FILLING
 
-    def pin(self, layer: int, blocks: npt.ArrayLike) -> int:
-        """Keeps those of the pages that are there from eviction, up to `pin_limit` in all; how many now are pinned."""
-        wanted = np.unique(self._blocks(layer, blocks))
-        with self._lock:
-            slots = self._table.slot_of[layer, wanted]
-            slots = slots[slots >= 0]
-            fresh = slots[~self._table.pinned[layer, slots]]
-            room = self.pin_limit - int(self._table.pinned[layer].sum())
-            self._table.pinned[layer, fresh[: max(room, 0)]] = True
-            return int(self._table.pinned[layer, slots].sum())
-
-    def unpin(self, layer: int, blocks: npt.ArrayLike) -> None:
-        """Takes back `pin`; pages that weren't pinned, or aren't there any more, are no error."""
-        wanted = self._blocks(layer, blocks)
-        with self._lock:
-            slots = self._table.slot_of[layer, wanted]
-            self._table.pinned[layer, slots[slots >= 0]] = False
-
     def weigh(self, layer: int, blocks: npt.ArrayLike, mass: npt.NDArray[np.float32]) -> None:
         """Tells the policy what share of the softmax distinct pages got in this step, `mass` `[n]`."""
         wanted = self._blocks(layer, blocks)
@@ -233,12 +207,6 @@ class HotPool:
             with self._lock:
                 self._moves.forget(layer, wanted)
                 self._lock.notify_all()
-
-    def available(self, layer: int, blocks: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """`[n]`: whether the page is in the pool, on its way there, or in the store."""
-        wanted = self._blocks(layer, blocks)
-        with self._lock:
-            return (self._table.slot_of[layer, wanted] >= 0) | self._table.stored[layer, wanted]
 
     def flush(self, timeout: float = 600.0) -> None:
         """Waits until the store has every committed page. Raises TierFault for those that it refuses, TimeoutError."""

@@ -25,8 +25,8 @@ MAX_TRIES = 3  # writes of a page before it counts as unwritable
 class PageTable:
     """Slots of every layer: `num_slots` a layer, pages of `num_blocks` blocks; `all_parts` is a whole page's mask.
 
-    `held`: used by the running step, `pinned`: by request, `dirty`: the store has no copy, `cleaning`: being written to
-    it, `tries`: failed writes. Methods that take `slots` take distinct ones of one layer.
+    `held`: used by the running step, `dirty`: the store has no copy, `cleaning`: being written to it, `tries`: failed
+    writes. Methods that take `slots` take distinct ones of one layer.
     """
 
     def __init__(self, num_layers: int, num_blocks: int, num_slots: int, policy: str, all_parts: int) -> None:
@@ -38,7 +38,7 @@ class PageTable:
         self.block_of = np.full(slots, -1, np.int32)
         self.state = np.full(slots, FREE, np.uint8)
         self.have = np.zeros(slots, np.uint8)
-        self.held, self.pinned, self.dirty, self.cleaning = (np.zeros(slots, bool) for _ in range(4))
+        self.held, self.dirty, self.cleaning = (np.zeros(slots, bool) for _ in range(3))
         self.tries = np.zeros(slots, np.uint8)
         self.policies = [make_policy(policy, num_slots) for _ in range(num_layers)]
         self.evictions = 0
@@ -115,7 +115,7 @@ class PageTable:
 
     def unwritable(self, layer: int) -> Ints:
         """Dirty slots that the store refused too often, and that nothing uses now."""
-        idle = ~self.held[layer] & ~self.pinned[layer] & ~self.cleaning[layer] & self.dirty[layer]
+        idle = ~self.held[layer] & ~self.cleaning[layer] & self.dirty[layer]
         return np.flatnonzero(idle & (self.tries[layer] >= MAX_TRIES))
 
     def num_writable(self) -> Ints:
@@ -125,7 +125,7 @@ class PageTable:
     def moving(self, layer: int) -> bool:
         """Whether a transfer or a write that is due will make room in the layer."""
         state = self.state[layer]
-        if self.cleaning[layer].any() or self._writable(layer)[~self.held[layer] & ~self.pinned[layer]].any():
+        if self.cleaning[layer].any() or self._writable(layer)[~self.held[layer]].any():
             return True
         return bool(((state == ORPHAN) | ((state == FETCHING) & ~self.held[layer])).any())
 
@@ -139,7 +139,7 @@ class PageTable:
         assert (mapped == in_use).all(), "a slot's state and its page disagree"
         resident = self.state == RESIDENT
         assert (self.have[resident] > 0).all(), "a resident page has no part"
-        assert not (self.have[~mapped].any() or self.held[~mapped].any() or self.pinned[~mapped].any())
+        assert not (self.have[~mapped].any() or self.held[~mapped].any())
         assert (resident | ~self.dirty).all(), "a slot is dirty and not resident"
         assert (self.have[self.dirty] == self.all_parts).all(), "a dirty page isn't whole"
         assert (self.dirty | ~self.cleaning | (self.state == ORPHAN)).all(), "a clean page is being written"
@@ -147,7 +147,7 @@ class PageTable:
         assert self.stored[layers, self.block_of[layers, slots]].all(), "a clean page isn't in the store"
 
     def _evictable(self, layer: int) -> npt.NDArray[np.bool_]:
-        busy = self.dirty[layer] | self.held[layer] | self.pinned[layer] | self.cleaning[layer]
+        busy = self.dirty[layer] | self.held[layer] | self.cleaning[layer]
         return (self.state[layer] == RESIDENT) & ~busy
 
     def _writable(self, layer: int | slice) -> npt.NDArray[np.bool_]:
@@ -157,5 +157,5 @@ class PageTable:
         self.slot_of[layer, self.block_of[layer, slots]] = -1
         self.block_of[layer, slots] = -1
         self.have[layer, slots] = 0
-        for flags in (self.held, self.pinned, self.dirty):
+        for flags in (self.held, self.dirty):
             flags[layer, slots] = False

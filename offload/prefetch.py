@@ -2,7 +2,7 @@
 
 Sparse decoding chooses nearly the same pages step after step, so the last choice is the forecast of the next. Behind
 the last layer the pipeline goes on with the first ones, whose next step is the following token. A forecast only moves
-bytes early: what a layer reads is what `HotPool.ensure` has brought, forecast or not.
+bytes early: what a layer reads is what `HotPool.ensure` has fetched, forecast or not.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ class LayerPipeline:
             if blocks is not None and not self._asked[after]:
                 self._asked[after] = True
                 if not self._pool.has(after, blocks):  # what nearly every step finds
-                    self._running[after] = self._pool.fetch(after, blocks, self._parts)
+                    self._running[after] = self._pool.prefetch(after, blocks, self._parts)
 
     def chosen(self, layer: int, blocks: npt.ArrayLike) -> None:
-        """`layer` read these blocks at this step, the best first: what doesn't fit a wave isn't asked for again."""
+        """`layer` read these blocks at this step, those that it had to fetch first: of more than a wave the first are
+        asked for again, as the others are likely still there."""
         self._last[layer] = np.asarray(blocks, np.int64)[: self._pool.wave].copy()
 
     def cancel(self) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,15 +29,6 @@ class Trace:
 
     def add(self, name: str, start: float, end: float, tier: str = "", num_bytes: int = 0, layer: int = -1) -> None:
         self._spans.append(Span(name, start, end, tier, num_bytes, layer, threading.current_thread().name))
-
-    @contextmanager
-    def span(self, name: str, tier: str = "", num_bytes: int = 0, layer: int = -1) -> Iterator[None]:
-        """Adds the time that the block took."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(name, start, time.perf_counter(), tier, num_bytes, layer)
 
     def spans(self) -> list[Span]:
         return list(self._spans)

@@ -139,7 +139,7 @@ class Transfers:
             self.queue.remove(fetch)
             self._end(fetch, np.zeros(len(fetch.slots), bool))
 
-    def bring(self, layer: int, wanted: Ints, parts: int) -> dict[int, PageFault]:
+    def fetch(self, layer: int, wanted: Ints, parts: int) -> dict[int, PageFault]:
         """Returns when all parts of distinct pages are there, or with the faults, by block, of those that won't be."""
         end = time.monotonic() + self.timeout
         while True:
@@ -352,5 +352,5 @@ class Transfers:
 
     def _use(self, layer: int) -> str:
         table = self.table
-        counts = ((table.held, "held by the step"), (table.pinned, "pinned"), (table.dirty, "not in the store"))
+        counts = ((table.held, "held by the step"), (table.dirty, "not in the store"))
         return ", ".join(f"{int(flags[layer].sum())} {what}" for flags, what in counts) + f" of {table.num_slots} slots"

@@ -92,11 +92,13 @@ def plan_tiers(
         overcommit = _auto(plan, layout, num_layers, device_bytes, blocks)
     page = layout.tiered_page_bytes(overcommit)
     if overcommit > 1 and blocks is not None:
-        _check_slots(overcommit, layout, blocks, blocks * page, f"{int(MIN_SLOTS * overcommit) + 1} blocks or more")
+        enough = f"{int(MIN_SLOTS * overcommit) + 1} blocks or more"
+        check_slots(layout.num_slots(blocks, blocks * page), overcommit, enough)
     elif overcommit > 1 and device_bytes is not None:
         layer_bytes = device_bytes // num_layers
-        enough = num_layers * page * (int((MIN_SLOTS + 1) * overcommit) + 1)  # more memory also means more blocks
-        _check_slots(overcommit, layout, layer_bytes // page, layer_bytes, f"--kv-cache-memory-bytes {enough} or more")
+        check_slots(
+            layout.num_slots(layer_bytes // page, layer_bytes), overcommit, device_fix(overcommit, layout, num_layers)
+        )
     return replace(plan, overcommit=float(overcommit))
 
 
@@ -117,31 +119,52 @@ def _auto(
             f"ktx.host_gib and ktx.disk_gib hold not one block ({page_spec(layout, num_layers, 1).total_bytes} bytes): "
             "raise them"
         )
+    fit = int(layer_bytes // layout.page_bytes)
+    if blocks <= fit:
+        _log(
+            logging.INFO,
+            f"KTX: the device holds {fit} pages a layer, host memory and disk {blocks}: all pages stay on the device. "
+            "Raise ktx.host_gib or ktx.disk_gib for more than it holds.",
+        )
+        return 1.0
+    if fit < MIN_SLOTS + 2:  # a pool, and more headers than it has pages
+        raise ValueError(
+            f"ktx.overcommit='auto': the device's {device_bytes / GIB:.4g} GiB hold {fit} pages a layer, at least "
+            f"{MIN_SLOTS + 2} are needed to keep others below: give --kv-cache-memory-bytes "
+            f"{num_layers * (MIN_SLOTS + 2) * layout.page_bytes} or more, or set ktx.overcommit to 1"
+        )
     if layout.header_bytes:
         room = min(HEADER_SHARE * layer_bytes, layer_bytes - (MIN_SLOTS + 1) * layout.payload_bytes)
-        most = max(1, int(room / layout.header_bytes))
+        most = int(room / layout.header_bytes)
         if blocks > most:
-            _warn(
+            _log(
+                logging.WARNING,
                 f"KTX: host memory and disk hold {blocks} blocks, but the device's {device_bytes / GIB:.2f} GiB have "
-                f"no room for so many headers beside a pool: using {most}. Raise --kv-cache-memory-bytes to use all."
+                f"no room for so many headers beside a pool: using {most}. Raise --kv-cache-memory-bytes to use all.",
             )
             blocks = most
     return max(1.0, layout.payload_bytes / (layer_bytes / blocks - layout.header_bytes))
 
 
 @functools.cache
-def _warn(line: str) -> None:
+def _log(level: int, line: str) -> None:
     """Once: every layer plans for itself."""
-    logger.warning(line)
+    logger.log(level, line)
 
 
-def _check_slots(overcommit: float, layout: PageLayout, blocks: int, layer_bytes: int, fix: str) -> None:
-    slots = layout.num_slots(blocks, layer_bytes)
+def check_slots(slots: int, overcommit: float, fix: str) -> None:
+    """Raises ValueError, with `fix` in it, if so few slots a layer can't serve."""
     if slots < MIN_SLOTS:
         raise ValueError(
             f"ktx.overcommit={overcommit:.4g} leaves {max(slots, 0)} slots a layer on the device, at least {MIN_SLOTS} "
             f"are needed: lower ktx.overcommit, or give {fix}"
         )
+
+
+def device_fix(overcommit: float, layout: PageLayout, num_layers: int) -> str:
+    """The device memory that makes the least pool at `overcommit`; more memory also means more blocks."""
+    enough = num_layers * layout.tiered_page_bytes(overcommit) * (int((MIN_SLOTS + 1) * overcommit) + 1)
+    return f"--kv-cache-memory-bytes {enough} or more"
 
 
 def engine_plan(vllm_config: Any, config: KtxConfig, layout: PageLayout) -> TierPlan:

@@ -69,12 +69,12 @@ class SparseArgs(Structure):
     ]
 
 
-BRING = CFUNCTYPE(c_int32, c_void_p, POINTER(c_int32), c_int32, c_int32)
+FETCH = CFUNCTYPE(c_int32, c_void_p, POINTER(c_int32), c_int32, c_int32)
 
 
 class Residency(Structure):
     _fields_ = [
-        ("bring", BRING),
+        ("fetch", FETCH),
         ("context", c_void_p),
         *((name, c_int32) for name in ("limit", "num_blocks")),
         ("scoring", c_void_p),

@@ -114,17 +114,17 @@ def _check_bytes(name: str, data: torch.Tensor, needed: int) -> None:
                          f"[any, >= {needed}] with contiguous rows")  # fmt: skip
 
 
-class _Bringer:
-    """A residency as C sees it, made once for each. What `bring` raises is kept for the caller of the kernel."""
+class _Fetcher:
+    """A residency as C sees it, made once for each. What `fetch` raises is kept for the caller of the kernel."""
 
     def __init__(self, residency: Residency, layout: PageLayout, num_blocks: int) -> None:
         _need(residency.limit >= MIN_WAVE, "residency.limit", residency.limit, f"at least {MIN_WAVE}")
         planes = residency.scoring
         if planes is not None:
             _check_bytes("residency.scoring", planes, layout.scoring_bytes)
-        self._bring = residency.bring
+        self._fetch = residency.fetch
         self._error: BaseException | None = None
-        self._function = abi.BRING(self._call)  # lives as long as the struct that points to it
+        self._function = abi.FETCH(self._call)  # lives as long as the struct that points to it
         self.struct = abi.Residency(
             self._function, None, residency.limit, num_blocks, _ptr(planes), 0 if planes is None else planes.stride(0),
             *(residency.slots or (None, None, None, 0, 0)),
@@ -137,7 +137,7 @@ class _Bringer:
 
     def _call(self, context: Any, blocks: Any, count: int, scoring: int) -> int:
         try:
-            self._bring(np.ctypeslib.as_array(blocks, (count,)), bool(scoring))
+            self._fetch(np.ctypeslib.as_array(blocks, (count,)), bool(scoring))
         except BaseException as error:
             self._error = error
             return 1
@@ -289,8 +289,8 @@ class CpuKernels:
         selected ones beside window and sinks, ascending, -1 behind the last; 64 queries of a prefill block share their
         list, which only the first of them gets.
 
-        `residency`: brings pages that `payload_slot` doesn't have yet; None: all are there. The result is the same, to
-        the bit. What its `bring` raises ends the call and is raised here; `out` then holds anything.
+        `residency`: fetches pages that `payload_slot` doesn't have yet; None: all are there. The result is the same, to
+        the bit. What its `fetch` raises ends the call and is raised here; `out` then holds anything.
         """
         native = self._check_layout(layout)
         heads, dim = q.shape[1], layout.head_dim
@@ -318,7 +318,7 @@ class CpuKernels:
             args.sparse = pointer(self._sparse_args(layout, sparse, headers, dropped, pages_read, chosen, depth))
         caller = None
         if residency is not None:
-            caller = residency.native = residency.native or _Bringer(residency, layout, len(open_slot))
+            caller = residency.native = residency.native or _Fetcher(residency, layout, len(open_slot))
             args.residency = pointer(caller.struct)
         code = self._library.ktx_attention(byref(args))
         if caller is not None:

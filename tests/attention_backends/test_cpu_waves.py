@@ -28,13 +28,13 @@ class Pool:
         self.open_slot, self.scoring_bytes = batch.inputs["open_slot"], batch.layout.scoring_bytes
         self.payload = torch.full((limit, self.source.shape[1]), 0xAB, dtype=torch.uint8)
         self.payload_slot = torch.full_like(self.open_slot, -1)
-        self.waves, self.brought, self.probed = 0, 0, 0
+        self.waves, self.fetched, self.probed = 0, 0, 0
         self.scoring, self.slots, self.native = None, None, None
         if planes:
             self.scoring = torch.full((len(self.home), self.scoring_bytes + 64), 0xAB, dtype=torch.uint8)
             self.scoring[:, : self.scoring_bytes] = self.source[self.home.long(), : self.scoring_bytes]
 
-    def bring(self, blocks, scoring):
+    def fetch(self, blocks, scoring):
         wanted = torch.from_numpy(blocks).long()
         assert 0 < len(wanted) <= self.limit and len(wanted.unique()) == len(wanted)
         assert scoring or (self.open_slot[wanted] < 0).all(), "open pages are not paged"
@@ -45,7 +45,7 @@ class Pool:
         end = self.scoring_bytes if scoring else self.source.shape[1]
         self.payload[slots, :end] = self.source[self.home[wanted].long(), :end]
         self.waves += 1
-        self.brought += len(wanted)
+        self.fetched += len(wanted)
         self.probed += scoring
 
 
@@ -114,15 +114,15 @@ def test_open_tail_residual_pages_and_sealed_tails():
         same(batch, SparseSettings(**{**SMALL, "sinks": 32}), isas=ISAS[:1])
 
 
-def test_rows_that_share_their_prefix_bring_it_once():
+def test_rows_that_share_their_prefix_fetch_it_once():
     batch = make_batch([(1, 1280), (1, 1280), (1, 1280)], extra_open=0)
     batch.inputs["block_table"][1:, :20] = batch.inputs["block_table"][0, :20]
     pool = Pool(batch, 20)
     run(batch, None, pool)
-    assert (pool.waves, pool.brought) == (1, 20)
+    assert (pool.waves, pool.fetched) == (1, 20)
 
 
-def test_waves_whose_pages_are_all_there_are_not_brought():
+def test_waves_whose_pages_are_all_there_are_not_fetched():
     batch = make_batch([(1, 1280), (70, 640)], extra_open=0)
     pool = Pool(batch, 32)
     state, parts, touched = (np.zeros(32, np.uint8) for _ in range(3))
@@ -138,7 +138,7 @@ def test_waves_whose_pages_are_all_there_are_not_brought():
     check(2, 0)  # each row's pages
     blocks = torch.cat([batch.inputs["block_table"][0, :20], batch.inputs["block_table"][1, :10]])
     pool.limit = 30
-    pool.bring(blocks.numpy(), False)
+    pool.fetch(blocks.numpy(), False)
     pool.limit = 32
     state[:], parts[:] = 3, 7
     check(0, 30)
@@ -149,14 +149,14 @@ def test_waves_whose_pages_are_all_there_are_not_brought():
     check(2, 20)
 
 
-def test_what_bring_raises_is_raised_and_a_small_limit_refused():
+def test_what_fetch_raises_is_raised_and_a_small_limit_refused():
     batch = make_batch(MIXED)
 
     class Fails(Pool):
-        def bring(self, blocks, scoring):
+        def fetch(self, blocks, scoring):
             if self.waves == self.good:
                 raise OSError("page 17 is gone")
-            super().bring(blocks, scoring)
+            super().fetch(blocks, scoring)
 
     for sparse in (None, SparseSettings(**SMALL)):
         for good in (0, 1, 5, 9):

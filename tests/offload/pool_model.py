@@ -27,7 +27,7 @@ class PoolModel:
             queue_pages=int(rng.choice([5, 1000])), bounce=bool(rng.integers(2)),
         )  # fmt: skip
         self.truth: dict[tuple[int, int], int] = {}
-        self.maybe_lost: set[tuple[int, int]] = set()  # a write of it may have been refused
+        self.maybe_lost: set[tuple[int, int]] = set()  # its only copy was in the pool while its writes failed
         self.tickets: list = []
         self.version = 0
         self.reads = self.read_faults = 0
@@ -35,7 +35,7 @@ class PoolModel:
     def step(self) -> None:
         """One random operation."""
         operations = [self.seal] * 8 + [self.read] * 12 + [self.prefetch] * 8
-        operations += [self.cancel, self.forget, self.pin, self.weigh, self.forget_then_read]
+        operations += [self.cancel, self.forget, self.weigh, self.forget_then_read]
         if self.faults:
             operations += [self.inject, self.heal] * 2
         operations[self.rng.integers(len(operations))]()
@@ -71,8 +71,7 @@ class PoolModel:
         self.pool.release(layer)
         for block in blocks.tolist():
             self.truth[layer, block] = self.version
-            if self.store.bad_writes:
-                self.maybe_lost.add((layer, block))
+        self.note_unwritable()
 
     def read(self) -> None:
         layer = self.layer()
@@ -104,7 +103,7 @@ class PoolModel:
         try:
             self.pool.ensure(layer, self.known(layer, self.pool.wave))
         except (TierFault, PoolFull):
-            pass  # unknown pages, faults, or two waves beside pinned pages
+            pass  # unknown pages, faults, or two waves
         self.pool.release(layer)
 
     def explain(self, layer: int, blocks: np.ndarray, fault: TierFault) -> None:
@@ -120,7 +119,7 @@ class PoolModel:
     def prefetch(self) -> None:
         layer = self.layer()
         blocks = self.known(layer, 2 * self.pool.wave)
-        self.tickets += self.pool.fetch(layer, blocks, int(self.rng.choice([SCORING, 3])))
+        self.tickets += self.pool.prefetch(layer, blocks, int(self.rng.choice([SCORING, 3])))
 
     def cancel(self) -> None:
         self.pool.cancel(self.tickets)
@@ -137,20 +136,17 @@ class PoolModel:
     def forget_then_read(self) -> None:
         """What was forgotten is missing at once, even if it was on its way."""
         layer, block = self.layer(), self.blocks(1)
-        self.pool.fetch(layer, block)
+        self.pool.prefetch(layer, block)
         self.pool.forget(block)
         for at in range(self.spec.num_layers):
             self.truth.pop((at, int(block[0])), None)
-        assert not self.pool.available(layer, block).any()
+            self.maybe_lost.discard((at, int(block[0])))
+        assert self.pool.slot_table(layer)[int(block[0])] < 0 and not self.stored((layer, int(block[0])))
         try:
             self.pool.ensure(layer, block)
             raise AssertionError("a forgotten page was read")
         except TierFault as fault:
             assert isinstance(fault.faults[0], PageMissing)
-
-    def pin(self) -> None:
-        layer, blocks = self.layer(), self.blocks(4)
-        (self.pool.pin if self.rng.integers(2) else self.pool.unpin)(layer, blocks)
 
     def weigh(self) -> None:
         blocks = self.blocks(8)
@@ -158,15 +154,23 @@ class PoolModel:
 
     def inject(self) -> None:
         pages = set(self.rng.choice(self.spec.num_pages, 10, replace=False).tolist())
-        which = self.rng.integers(2)
-        if which:
+        if self.rng.integers(2):
             self.store.bad_reads = pages
         else:
             self.store.bad_writes = pages
-            self.maybe_lost |= set(self.truth)
+            self.note_unwritable()
+
+    def note_unwritable(self) -> None:
+        bad = {self.spec.name(page) for page in self.store.bad_writes}
+        self.maybe_lost |= {page for page in bad & set(self.truth) if not self.stored(page)}
 
     def heal(self) -> None:
         self.store.bad_reads, self.store.bad_writes = set(), set()
+        self.maybe_lost = {page for page in self.maybe_lost if not self.stored(page)}
+
+    def stored(self, page: tuple[int, int]) -> bool:
+        with self.pool._lock:
+            return bool(self.pool._table.stored[page])
 
     def finish(self) -> None:
         """Everything that is left is right, in the pool and, after a flush, in the store."""

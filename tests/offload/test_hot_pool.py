@@ -16,6 +16,7 @@ from vllm_ktx.offload import (
     MIN_SLOTS,
     POLICIES,
     SCORING,
+    WHOLE,
     HostTier,
     HotPool,
     PageMissing,
@@ -25,6 +26,7 @@ from vllm_ktx.offload import (
     TierFault,
     Trace,
 )
+from vllm_ktx.offload.page_table import RESIDENT
 
 SPEC = PageSpec(num_blocks=24, num_layers=2, page_bytes=600, scoring_bytes=200)
 
@@ -78,6 +80,12 @@ class Pool:
             self.memory[layer][slots] = torch.from_numpy(content(SPEC, SPEC.pages(layer, some), version))
             self.pool.commit(layer, some)
             self.pool.release(layer)
+
+    def lookup(self, layer, blocks, parts: int = WHOLE) -> np.ndarray:
+        """The slots of pages whose parts are there now, -1 for others."""
+        slots = self.pool.slot_table(layer).numpy()[list(blocks)]
+        state, have = self.pool.slot_flags(layer)
+        return np.where((slots >= 0) & (state[slots] == RESIDENT) & (have[slots] & parts == parts), slots, -1)
 
     def right(self, blocks, slots, layer: int = 0, version: int = 0) -> bool:
         got = self.memory[layer][torch.from_numpy(slots).long()].numpy()
@@ -133,9 +141,9 @@ def test_a_late_page_is_waited_for(make) -> None:
     p = make()
     p.seal(range(24))
     p.pool.flush()
-    blocks = np.flatnonzero(p.pool.lookup(0, range(24)) < 0)[:3]
+    blocks = np.flatnonzero(p.lookup(0, range(24)) < 0)[:3]
     p.store.gate.clear()
-    p.pool.fetch(0, blocks)
+    p.pool.prefetch(0, blocks)
     wait_for(lambda: p.pool.take_stats().queue_depth == 0)
     threading.Timer(0.05, p.store.gate.set).start()
     assert p.right(blocks, p.pool.ensure(0, blocks))
@@ -147,15 +155,15 @@ def test_a_page_that_never_comes_ends_the_wait(make) -> None:
     p = make(timeout=0.1)
     p.seal(range(24))
     p.pool.flush()
-    block = np.flatnonzero(p.pool.lookup(0, range(24)) < 0)[:1]
+    block = np.flatnonzero(p.lookup(0, range(24)) < 0)[:1]
     p.store.gate.clear()
-    p.pool.fetch(0, block)
+    p.pool.prefetch(0, block)
     wait_for(lambda: p.pool.take_stats().queue_depth == 0)
     with pytest.raises(TierFault, match="didn't arrive") as caught:
         p.pool.ensure(0, block)
     assert isinstance(caught.value.faults[0], PageTimeout)
     p.store.gate.set()
-    wait_for(lambda: p.pool.lookup(0, block)[0] >= 0)
+    wait_for(lambda: p.lookup(0, block)[0] >= 0)
     assert p.right(block, p.pool.ensure(0, block))
 
 
@@ -163,9 +171,9 @@ def test_prefetch_never_waits_and_drops_what_finds_no_room(make) -> None:
     p = make(queue_pages=5)
     p.seal(range(24))
     p.pool.flush()
-    missing = np.flatnonzero(p.pool.lookup(0, range(24)) < 0)
+    missing = np.flatnonzero(p.lookup(0, range(24)) < 0)
     p.store.gate.clear()
-    p.pool.fetch(0, missing)
+    p.pool.prefetch(0, missing)
     stats = p.pool.take_stats()
     assert stats.prefetched == 5 and stats.prefetch_dropped == len(missing) - 5 and stats.queue_peak == 5
     p.store.gate.set()
@@ -175,14 +183,14 @@ def test_a_forecast_does_not_push_out_its_own_pages(make) -> None:
     p = make(slots=16)
     p.seal(range(24))
     p.pool.flush()
-    there = np.flatnonzero(p.pool.lookup(0, range(24)) >= 0)
-    missing = np.flatnonzero(p.pool.lookup(0, range(24)) < 0)
+    there = np.flatnonzero(p.lookup(0, range(24)) >= 0)
+    missing = np.flatnonzero(p.lookup(0, range(24)) < 0)
     for start in range(4, 16, 4):  # the first four are now the longest unused
         p.pool.ensure(0, there[start : start + 4])
     p.pool.release(0)
-    p.pool.fetch(0, np.concatenate((there[:4], missing[:4])))
-    wait_for(lambda: (p.pool.lookup(0, missing[:4]) >= 0).all())
-    assert (p.pool.lookup(0, there[:4]) >= 0).all()
+    p.pool.prefetch(0, np.concatenate((there[:4], missing[:4])))
+    wait_for(lambda: (p.lookup(0, missing[:4]) >= 0).all())
+    assert (p.lookup(0, there[:4]) >= 0).all()
 
 
 def test_cancel_takes_back_what_was_not_begun(make) -> None:
@@ -191,14 +199,14 @@ def test_cancel_takes_back_what_was_not_begun(make) -> None:
     p.seal(range(24), layer=1)
     p.pool.flush()
     p.store.gate.clear()
-    first, second = (np.flatnonzero(p.pool.lookup(layer, range(24)) < 0)[:4] for layer in (0, 1))
-    running = p.pool.fetch(0, first)
+    first, second = (np.flatnonzero(p.lookup(layer, range(24)) < 0)[:4] for layer in (0, 1))
+    running = p.pool.prefetch(0, first)
     wait_for(lambda: p.pool.take_stats().queue_depth == 0)
-    waiting = p.pool.fetch(1, second)
+    waiting = p.pool.prefetch(1, second)
     p.pool.cancel(running + waiting)
     p.store.gate.set()
     assert p.right(first, p.pool.ensure(0, first))
-    assert (p.pool.lookup(1, second) < 0).all() and len(p.store.reads) == 1
+    assert (p.lookup(1, second) < 0).all() and len(p.store.reads) == 1
     assert p.right(second, p.pool.ensure(1, second), layer=1)
 
 
@@ -209,10 +217,10 @@ def test_what_waits_in_the_queue_is_taken_over(make) -> None:
     p.seal(range(24), layer=1)
     p.pool.flush()
     p.store.gate.clear()
-    first, second = (np.flatnonzero(p.pool.lookup(layer, range(24)) < 0)[:4] for layer in (0, 1))
-    p.pool.fetch(0, first)
+    first, second = (np.flatnonzero(p.lookup(layer, range(24)) < 0)[:4] for layer in (0, 1))
+    p.pool.prefetch(0, first)
     wait_for(lambda: p.pool.take_stats().queue_depth == 0)
-    p.pool.fetch(1, second)
+    p.pool.prefetch(1, second)
     threading.Timer(0.05, p.store.gate.set).start()
     assert p.right(second, p.pool.ensure(1, second), layer=1)
     assert p.pool.take_stats().queue_depth == 0
@@ -222,31 +230,15 @@ def test_a_scoring_fetch_is_completed_by_a_whole_one(make) -> None:
     p = make()
     p.seal(range(24))
     p.pool.flush()
-    blocks = np.flatnonzero(p.pool.lookup(0, range(24)) < 0)[:4]
+    blocks = np.flatnonzero(p.lookup(0, range(24)) < 0)[:4]
     p.pool.take_stats()
     slots = p.pool.ensure(0, blocks, SCORING)
     want = content(SPEC, blocks)[:, : SPEC.scoring_bytes]
     assert (p.memory[0][torch.from_numpy(slots).long(), : SPEC.scoring_bytes].numpy() == want).all()
-    assert (p.pool.lookup(0, blocks) < 0).all() and (p.pool.lookup(0, blocks, SCORING) == slots).all()
+    assert (p.lookup(0, blocks) < 0).all() and (p.lookup(0, blocks, SCORING) == slots).all()
     again = p.pool.ensure(0, blocks)
     assert (again == slots).all() and p.right(blocks, again)
     assert p.pool.take_stats().fetched_bytes == 4 * SPEC.page_bytes
-
-
-def test_pinned_pages_stay(make) -> None:
-    p = make(slots=16)
-    p.seal(range(4))
-    assert p.pool.pin(0, range(4)) == 4
-    slots = p.pool.lookup(0, range(4))
-    for _ in range(3):
-        p.seal(range(4, 24))
-    assert (p.pool.lookup(0, range(4)) == slots).all()
-    p.pool.ensure(0, range(20, 24))
-    assert p.pool.pin(0, range(24)) <= p.pool.pin_limit == 8, "pins leave two waves"
-    p.pool.unpin(0, range(24))
-    p.pool.release(0)
-    p.seal(range(4, 24))
-    assert (p.pool.lookup(0, range(4)) < 0).all()
 
 
 def test_new_content_voids_the_old_everywhere(make) -> None:
@@ -271,9 +263,9 @@ def test_new_content_while_the_old_is_read_and_written(make) -> None:
     p.pool.flush()
     p.seal(range(4, 24))
     p.pool.flush()
-    assert (p.pool.lookup(0, range(4)) < 0).all()
+    assert (p.lookup(0, range(4)) < 0).all()
     p.store.gate.clear()
-    p.pool.fetch(0, range(4))  # old content on its way ...
+    p.pool.prefetch(0, range(4))  # old content on its way ...
     wait_for(lambda: p.pool.take_stats().queue_depth == 0)
     p.pool.forget(range(4))
     p.seal(range(4), version=3)
@@ -287,13 +279,13 @@ def test_a_page_that_can_not_be_read_fails_alone(make) -> None:
     p = make()
     p.seal(range(24))
     p.pool.flush()
-    blocks = np.flatnonzero(p.pool.lookup(0, range(24)) < 0)[:4]
+    blocks = np.flatnonzero(p.lookup(0, range(24)) < 0)[:4]
     p.store.bad_reads = {int(blocks[1])}
     with pytest.raises(TierFault, match=f"block {blocks[1]}, layer 0: injected") as caught:
         p.pool.ensure(0, blocks)
     assert list(caught.value.faults) == [1]
     others = blocks[[0, 2, 3]]
-    assert (p.pool.lookup(0, others) >= 0).all() and p.right(others, p.pool.ensure(0, others))
+    assert (p.lookup(0, others) >= 0).all() and p.right(others, p.pool.ensure(0, others))
     assert p.pool.take_stats().io_errors == 1
     p.store.bad_reads = set()
     assert p.right(blocks, p.pool.ensure(0, blocks))
@@ -303,9 +295,9 @@ def test_a_background_thread_survives_anything(make) -> None:
     p = make()
     p.seal(range(24))
     p.pool.flush()
-    blocks = np.flatnonzero(p.pool.lookup(0, range(24)) < 0)[:4]
+    blocks = np.flatnonzero(p.lookup(0, range(24)) < 0)[:4]
     p.store.crash = RuntimeError("a bug")
-    p.pool.fetch(0, blocks)
+    p.pool.prefetch(0, blocks)
     wait_for(lambda: p.pool.take_stats().io_errors == 4)
     with pytest.raises(TierFault, match="RuntimeError: a bug"):
         p.pool.ensure(0, blocks)
@@ -325,7 +317,7 @@ def test_pages_that_can_not_be_written_stay_as_long_as_there_is_room(make) -> No
     p.seal(range(4, 24), version=1)
     stats = p.pool.take_stats()
     assert stats.lost > 0 and stats.io_errors > 0
-    lost = np.flatnonzero(~p.pool.available(0, range(24)))
+    lost = np.flatnonzero((p.pool._table.slot_of[0] < 0) & ~p.pool._table.stored[0])
     assert len(lost) == stats.lost
     with pytest.raises(TierFault, match="lost: injected") as caught:
         p.pool.ensure(0, lost[:1])
@@ -338,7 +330,7 @@ def test_slots_that_are_all_in_use_are_said_to_be(make) -> None:
     p.pool.flush()
     for start in range(0, 16, 4):
         p.pool.ensure(0, range(start, start + 4))
-    with pytest.raises(PoolFull, match="16 held by the step, 0 pinned, 0 not in the store of 16 slots"):
+    with pytest.raises(PoolFull, match="16 held by the step, 0 not in the store of 16 slots"):
         p.pool.ensure(0, range(16, 20))
     with pytest.raises(PoolFull, match="no slot can be freed"):
         p.pool.allocate(0, range(16, 20))
@@ -393,7 +385,7 @@ def test_transfers_show_in_the_trace(make) -> None:
     p = make(trace=trace)
     p.seal(range(24))
     p.pool.flush()
-    p.pool.ensure(0, np.flatnonzero(p.pool.lookup(0, range(24)) < 0)[:4])
+    p.pool.ensure(0, np.flatnonzero(p.lookup(0, range(24)) < 0)[:4])
     spans = {span.name: span for span in trace.spans()}
     assert spans["fetch"].bytes == 4 * SPEC.page_bytes and spans["write back"].thread == "ktx-write-back"
     assert all(event["dur"] >= 0 for event in trace.chrome()["traceEvents"] if event["ph"] == "X")
@@ -412,7 +404,7 @@ def test_bookkeeping_is_quick() -> None:
     for _ in range(30):
         start = time.perf_counter()
         pool.ensure(0, blocks)
-        pool.fetch(0, blocks)
+        pool.prefetch(0, blocks)
         pool.release(0)
         times.append(time.perf_counter() - start)
     pool.close()

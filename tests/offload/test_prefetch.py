@@ -19,7 +19,7 @@ class Recorder:
     def has(self, layer, blocks):
         return False
 
-    def fetch(self, layer, blocks, parts):
+    def prefetch(self, layer, blocks, parts):
         self.asked.append((layer, blocks.tolist()))
         return [Fetch(layer, blocks, blocks, parts)]
 

@@ -1,18 +1,25 @@
 """Where pages may live, decided from settings alone; and the runtime over a real pool and store."""
 
+import os
+import threading
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from vllm_ktx.attention_backends import tiered
 from vllm_ktx.attention_backends.kernels import MIN_WAVE
 from vllm_ktx.attention_backends.tiered import Tiers
 from vllm_ktx.config import KtxConfig
 from vllm_ktx.kv_quant import PageLayout, parse_format
-from vllm_ktx.offload import GIB, CapacityError, TierFault
+from vllm_ktx.offload import GIB, CapacityError, TierFault, disk
 from vllm_ktx.tiering import page_spec, plan_tiers
 
 LAYOUT = PageLayout(parse_format("k4v4"), 64, 8, 128)  # Llama-3.1-8B
 LAYERS = 32
+PAGE_BYTES = LAYERS * LAYOUT.page_bytes
+PAGE_GIB = PAGE_BYTES / GIB
 
 
 def plan(device_gib=None, blocks=None, ranks=1, layout=LAYOUT, **settings):
@@ -31,6 +38,13 @@ def test_everything_on_the_device_without_tiers():
     assert plan(4).overcommit == 1
     assert plan(4, host_gib=8, overcommit=1).overcommit == 1
     assert plan(40, host_gib=8).overcommit == 1, "the device holds more than the host"
+
+
+def test_what_auto_asks_for_is_enough_and_a_store_without_use_is_named(caplog):
+    assert plan(18 * PAGE_GIB, host_gib=8).overcommit > 1
+    caplog.set_level("INFO", "vllm.ktx")
+    assert plan(10 * PAGE_GIB, host_gib=5 * PAGE_GIB).overcommit == 1, "less than the device holds: nothing to refuse"
+    assert "holds 10 pages a layer, host memory and disk 4: all pages stay on the device" in caplog.text
 
 
 @pytest.mark.parametrize(("device", "host"), [(2, 8), (4, 12), (1, 6), (3, 64)])
@@ -77,6 +91,8 @@ def test_ranks_share_and_planes_stay_out_where_there_is_no_room():
         ({"host_gib": 1e-4, "device_gib": 1}, "hold not one block"),
         ({"host_gib": 8, "overcommit": 20, "device_gib": 0.04}, "leaves .* at least 16 are needed: lower"),
         ({"host_gib": 8, "overcommit": 20, "blocks": 100}, "leaves .* at least 16 are needed: lower"),
+        ({"host_gib": 8, "device_gib": 17 * PAGE_GIB}, f"hold 17 pages a layer.*-bytes {18 * PAGE_BYTES} or more, or"),
+        ({"host_gib": 8, "device_gib": 3 * PAGE_GIB}, "hold 3 pages a layer, at least 18 are needed"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(settings, message):
@@ -111,7 +127,7 @@ def test_pages_come_back_wherever_they_went(eviction):
             pages.begin()
             for start in (1, 17, 33):
                 blocks = np.arange(start, start + 16, dtype=np.int32)
-                pages.bring(blocks, scoring=False)
+                pages.fetch(blocks, scoring=False)
                 slots = pages.slot_table[torch.from_numpy(blocks).long()].long()
                 want = ((7 * torch.from_numpy(blocks).long() + layer) % 251).to(torch.uint8)
                 assert (memory[layer][slots] == want[:, None]).all()
@@ -158,7 +174,7 @@ def test_lost_blocks_are_told_once_and_missing_after():
         found.note_faults({2})
         assert found.take_faults() == {2} and found.take_faults() == set()
         with pytest.raises(TierFault, match="block 2, layer 0"):
-            found.layers[0].bring(np.array([1, 2, 3], np.int32), scoring=False)
+            found.layers[0].fetch(np.array([1, 2, 3], np.int32), scoring=False)
     finally:
         found.close()
 
@@ -171,6 +187,32 @@ def test_a_lost_block_of_several_ranks_stops_the_engine():
             found.note_faults({7})
     finally:
         found.close()
+
+
+@pytest.mark.parametrize("slots", [4, 15])
+def test_too_small_a_pool_is_refused_before_the_first_request(slots):
+    with pytest.raises(ValueError, match=rf"leaves {slots} slots .* at least 16 .*--kv-cache-memory-bytes \d+ or more"):
+        tiers(slots)
+    found, _ = tiers(16)
+    found.close()
+
+
+@pytest.mark.parametrize(("module", "part"), [(tiered, "TieredStore"), (tiered, "HotPool"), (tiered, "LayerPages"),
+                                              (disk, "Staging")])  # fmt: skip
+def test_a_failed_start_leaves_nothing_open(module, part, monkeypatch, tmp_path):
+    def fail(*args, **more):
+        raise CapacityError("no room")
+
+    def opened():
+        links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()]
+        ours = [link for link in links if str(tmp_path) in link or "io_uring" in link]
+        return len(ours), sum(thread.name.startswith("ktx-") for thread in threading.enumerate())
+
+    before = opened()
+    monkeypatch.setattr(module, part, fail)
+    with pytest.raises(CapacityError, match="no room") as kept:  # as the traceback does
+        tiers(disk_gib=0.01, disk_dir=str(tmp_path))
+    assert opened() == before, kept
 
 
 def test_too_small_a_store_names_the_settings():

@@ -23,16 +23,21 @@ class RecomputesLostBlocks:
     def _handle_invalid_blocks(self: Any, lost: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
         affected = super()._handle_invalid_blocks(lost, num_scheduled_tokens)  # type: ignore[misc]
         tries, void, now = self._tries or {}, set(lost), time.monotonic()
+        spoilt: set[int] = set()  # computed behind a lost block, and maybe hit by another request in the same step
+        others = {request: self.kv_cache_manager.get_block_ids(request.request_id)[0] for request in self.running}
+        while hit := [r for r, own in others.items() if r.request_id in affected or not spoilt.isdisjoint(own)]:
+            for request in hit:
+                blocks = others.pop(request)
+                before, tokens = tries.get(request.request_id, (0, -1))
+                count = before + 1 if tokens == request.num_tokens else 1
+                tries[request.request_id] = count, request.num_tokens
+                first = next(i for i, block in enumerate(blocks) if block in lost or block in spoilt)
+                spoilt.update(blocks[first:])
+                void.update(blocks[0 if count >= MOST_TRIES else first :])
+                affected.add(request.request_id)
+                if count > MOST_TRIES:
+                    self.grammar_compile_error_reqs.add(request.request_id)  # vLLM ends these with "error"
         preempted = [request for request in self.running if request.request_id in affected]
-        for request in preempted:
-            (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
-            before, tokens = tries.get(request.request_id, (0, -1))
-            count = before + 1 if tokens == request.num_tokens else 1
-            tries[request.request_id] = count, request.num_tokens
-            first = 0 if count >= MOST_TRIES else next(i for i, block in enumerate(blocks) if block in lost)
-            void.update(blocks[first:])
-            if count > MOST_TRIES:
-                self.grammar_compile_error_reqs.add(request.request_id)  # vLLM ends these with finish_reason "error"
         self.kv_cache_manager.evict_blocks(void)
         self.running = [request for request in self.running if request.request_id not in affected]
         for request in reversed(preempted):  # each goes before the others that wait
