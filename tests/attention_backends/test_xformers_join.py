@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from tests.attention_backends import test_triton_kernels
+from tests.attention_backends import test_triton_kernels, test_triton_pages
 from tests.attention_backends.cases import make_format
 from tests.attention_backends.partials import Counted
 from tests.attention_backends.test_triton_kernels import SMALL, check, small_batch
@@ -50,6 +50,13 @@ def counted(monkeypatch):
 def test_join_matches_the_oracle(rows, changes, counted):
     more = {"coverage": 0.8, **changes.pop("settings", {}), "scoring": changes.pop("scoring", "cascade")}
     check(small_batch(rows, **{"q_heads": 2, **changes}), SparseSettings(**{**SMALL, **more}), 0.9)
+    assert counted.lengths, "xformers' functions were not called"
+
+
+def test_pages_beyond_the_device_are_gathered_where_they_lie(counted, monkeypatch):
+    monkeypatch.setattr(test_triton_pages, "kernels", test_triton_kernels.kernels)
+    batch = test_triton_pages.small_batch([(66, 330)], q_heads=2)
+    test_triton_pages.check(batch, SparseSettings(**SMALL, coverage=0.8), (3,), steps=1)
     assert counted.lengths, "xformers' functions were not called"
 
 
