@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from vllm_ktx.kv_quant import PageLayout
+from vllm_ktx.kv_quant import KVFormat, PageLayout
 
 from ..selection import SparseSettings
 from ..selection.cascade import EXPLAINED, SPREAD
 from ..selection.settings import UNLIMITED
 from .attend import attend_blocks, attend_split, merge_splits
-from .geometry import MIN_ROWS, Geometry, power_of_two
+from .geometry import METHODS, MIN_ROWS, Geometry, power_of_two
 from .score import fresh_moments, known_blocks, probe_pages, score_headers
 from .seal import append_rows, seal_pages
 from .select import choose_pages, rank_headers
@@ -75,6 +75,11 @@ class TritonKernels:
 
     name = "triton"
     pages = False  # attention takes no residency: all pages must be on the device
+
+    def unserved(self, fmt: KVFormat) -> str | None:
+        """What of a page format these kernels don't know, in words; None if they serve it."""
+        parts = [f"scales {method}" for method in sorted({fmt.k_method, fmt.v_method} - set(METHODS))]
+        return ", ".join([*parts, *(["8-bit scales"] if fmt.scale_bits == 8 else [])]) or None
 
     def __init__(self, blocking: Blocking | None = None, launch: Launcher = launch) -> None:
         """`blocking`: None chooses by head_dim. `launch`: what runs a kernel (`aot.py` records instead)."""
