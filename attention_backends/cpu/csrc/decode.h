@@ -54,8 +54,9 @@ static void add_sealed(const Layout& lay, bool integer, const HeadPage& page, co
   static_assert(kMaxDim >= kMaxPage, "of a row, or of a column");
   float extra[NR], mass[NR];
   if (!by_channel && group == dim) {
+    Affine all{};
     if (by_token) expand(scales, 0, size, scale, minimum);
-    const Affine all = scales.one(0);
+    else all = scales.one(0);
     for (int r = 0; r < NR; r++) {
       float* w = p + r * kScoreStride;
       mass[r] = scale_weights(w, size, by_token ? scale : nullptr, minimum, all, w);

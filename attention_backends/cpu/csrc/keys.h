@@ -273,33 +273,26 @@ template <int NR, int BITS>
 static void score_sealed(const Layout& lay, const HeadPage& page, const HeadPage& next, bool integer, const float* q,
                          float* scratch, float* part, float* scores) {
   const int tokens = lay.page_size, dim = lay.head_dim, group = lay.k_group;
-  float total[NR];
-  const auto score = [&](const Scales* scales, int first, int last, int from, int to, float* dots) {
-    score_codes<NR, BITS>(lay, page, next, integer, q, scales, first, last, from, to, scratch, total, dots);
-  };
-  if (lay.k_method == kPerChannel) {
-    for (int t = 0, row = 0; t < tokens; t += group, row += dim) {
-      const Scales own(page.k, row);
-      score(&own, 0, dim, t, t + group, scores);
-    }
-    return;
-  }
-  const Scales scales(page.k);
-  const bool by_token = lay.k_method == kPerToken;
+  const bool by_channel = lay.k_method == kPerChannel, by_token = lay.k_method == kPerToken;
   alignas(64) float scale[kMaxPage], minimum[kMaxPage];
-  for (int c = 0; c < dim; c += group) {
-    float* dots = c ? part : scores;
-    score(nullptr, c, c + group, 0, tokens, dots);
-    if (by_token) expand_column(scales, c / group, dim / group, 0, tokens, scale, minimum);
-    for (int r = 0; r < NR; r++) {
-      float* s = scores + r * kScoreStride;
-      Affine own = by_token ? Affine{} : scales.one(0);
+  float total[NR];
+  for (int i = 0, parts = (by_channel ? tokens : dim) / group; i < parts; i++) {  // of the tokens, or of the channels
+    const Scales scales(page.k, by_channel ? i * dim : 0);
+    const int at = i * group, end = at + group;
+    float* dots = i && !by_channel ? part : scores;
+    if (by_channel) score_codes<NR, BITS>(lay, page, next, integer, q, &scales, 0, dim, at, end, scratch, total, dots);
+    else score_codes<NR, BITS>(lay, page, next, integer, q, nullptr, at, end, 0, tokens, scratch, total, dots);
+    if (by_channel) continue;
+    if (by_token) expand_column(scales, i, parts, 0, tokens, scale, minimum);
+    Affine own{};
+    if (!by_token) own = scales.one(0);
+    for (int r = 0; r < NR; r++)
       for (int t = 0; t < tokens; t += W) {
         if (by_token) own = {load(scale + t), load(minimum + t)};
         const vf x = fmadd(load(dots + r * kScoreStride + t), own.scale, own.minimum * set1(total[r]));
-        store(s + t, c ? x + load(s + t) : x);
+        float* s = scores + r * kScoreStride + t;
+        store(s, i ? x + load(s) : x);
       }
-    }
   }
 }
 

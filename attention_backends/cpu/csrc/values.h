@@ -167,7 +167,7 @@ static void integer_values(const uint8_t* codes, const uint8_t* next, int tokens
       for (int t = 0; t < tokens; t += 2) {
         const uint8_t* at = codes + t * row + v * W * 4;
         const vi a = iload_first(at, lanes), b = iload_first(at + row, lanes);
-        if (pass.value == 0 && v == 0) prefetch_run(next + t * row, dim / N * 4), prefetch_run(next + (t + 1) * row, dim / N * 4);
+        if (pass.value == 0 && v == 0) prefetch_run(next + t * row, row + dim / N * 4);
         const vi both = high ? high_halves(a, b) : low_halves(a, b);
         vi x[NR];
         unroll<NR>([&](auto r) KTX_LAMBDA { x[r.value] = broadcast_pair(w.word[r.value] + t); });
