@@ -29,9 +29,9 @@ static void add_codes(bool integer, const uint8_t* codes, const uint8_t* next, i
   else add_values8<NR>(codes, next, tokens, row, dim, w, natural);
 }
 
-// w[r][t] * scale[t] to `to`, which may be `w`; returns sum_t w[t] * minimum[t]. `scale`, `minimum` null: `all` holds for
-// every token.
-KTX_INLINE float scale_weights(const float* w, int size, const float* scale, const float* minimum, Affine all, float* to) {
+// w[t] * scale[t] to `to`, which may be `w`; returns sum_t w[t] * minimum[t]. `scale` null: `all` holds for every token.
+KTX_INLINE float scale_weights(const float* w, int size, const float* scale, const float* minimum, Affine all,
+                               float* to) {
   vf sum = zero();
   for (int t = 0; t < size; t += W) {
     if (scale) all = {load(scale + t), load(minimum + t)};

@@ -1,7 +1,7 @@
 // Scales and minima of a sealed page, however they are stored (kv_quant/scale_methods.py): fp16 numbers, or bytes.
 //
-// Methods differ in what shares an entry. By channel: `group` tokens (all, or 32) of one channel, entries [row][dim]. By
-// token: `group` channels (all, or 32) of one token, entries [token][column]. By head: all, one entry.
+// Methods differ in what shares an entry. By channel: `group` tokens (all, or 32) of one channel, entries [row][dim].
+// By token: `group` channels (all, or 32) of one token, entries [token][column]. By head: all, one entry.
 #pragma once
 #include "simd.h"
 
@@ -37,7 +37,8 @@ struct Scales {
   }
 
   inline __attribute__((always_inline)) Affine vector(int i) const {  // entries i .. i + W
-    if (bytes) return {u8_to_float(scale + i) * set1(unit), fmadd(u8_to_float(minimum + i), set1(min_unit), set1(least))};
+    if (bytes)
+      return {u8_to_float(scale + i) * set1(unit), fmadd(u8_to_float(minimum + i), set1(min_unit), set1(least))};
     return {load_f16(reinterpret_cast<const uint16_t*>(scale) + i),
             load_f16(reinterpret_cast<const uint16_t*>(minimum) + i)};
   }

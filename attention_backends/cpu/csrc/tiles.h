@@ -220,8 +220,8 @@ static bool find_center(const Layout& lay, const HeadPage& page, const Tiles<Mac
 
 // Calls fill(scales, token, count, at) with the scales that these tokens have in fp32: by channel once for each group.
 template <class F>
-KTX_INLINE void with_scales(int method, int group, int dim, bool keys, const Params& params, int token, int count, int at,
-                            F fill) {
+KTX_INLINE void with_scales(int method, int group, int dim, bool keys, const Params& params, int token, int count,
+                            int at, F fill) {
   TileScales s;
   const Scales from(params);
   const int columns = dim / group;
@@ -256,7 +256,8 @@ static void fill_keys(const Layout& lay, const HeadPage& page, int first, int co
 }
 
 template <class Mac, int BITS>
-static void fill_values(const Layout& lay, const HeadPage& page, int first, int count, const Tiles<Mac>& t, int column) {
+static void fill_values(const Layout& lay, const HeadPage& page, int first, int count, const Tiles<Mac>& t,
+                        int column) {
   with_scales(lay.v_method, lay.v_group, lay.head_dim, false, page.v, first, count, column,
               [&](const TileScales& s, int token, int n, int at) {
 #if defined(KTX_HAS_BF16_DOT)
