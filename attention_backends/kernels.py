@@ -45,6 +45,8 @@ class Kernels(Protocol):
 
     pages: bool  # whether attention takes a residency
 
+    def unserved(self, fmt: KVFormat) -> str | None: ...
+
     def seal(
         self,
         layout: PageLayout,
@@ -169,11 +171,7 @@ def kernels_for(choice: str, fmt: KVFormat) -> Kernels:
     don't know a part of it. Raises RuntimeError if others were asked for and can't serve it.
     """
     chosen = select_kernels(choice)
-    if chosen.name == "torch":
-        return chosen
-    from .cpu.native import unserved
-
-    missing = unserved(fmt)
+    missing = chosen.unserved(fmt)
     if missing is None:
         return chosen
     if choice != "auto":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_ktx.kv_quant import KVCacheQuantizer, PageLayout
+from vllm_ktx.kv_quant import KVCacheQuantizer, KVFormat, PageLayout
 
 from .kernels import Residency
 from .selection import ContextPages, SparseSettings, make_scorer
@@ -28,6 +28,9 @@ class TorchKernels:
 
     name = "torch"
     pages = False
+
+    def unserved(self, fmt: KVFormat) -> str | None:
+        return None
 
     def seal(
         self,

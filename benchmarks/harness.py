@@ -27,6 +27,7 @@ from vllm_ktx.attention_backends.selection import ContextPages, SparseSettings, 
 from vllm_ktx.attention_backends.selection.settings import SCORINGS
 from vllm_ktx.attention_backends.sparse_pages import BLOCK, Sequence
 from vllm_ktx.kv_quant import PRESETS
+from vllm_ktx.kv_quant.scale_methods import SCALE_METHODS
 
 from . import baseline
 from .problem import SHAPES, Problem, make_kernels, make_problem
@@ -153,6 +154,7 @@ def compare(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
         "context": problem.context,
         "query_len": problem.query_len,
         "format": problem.layout.fmt.name,
+        "scales": problem.layout.fmt.scales,
         "mode": args.mode,
         "shape": problem.shape.name,
         **times,
@@ -213,6 +215,9 @@ def parser(description: str, context: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     options.add_argument("--context", default=context, help="tokens behind the query; several: 8192,131072")
     options.add_argument("--format", default="k4v4", help=f"page format: {', '.join(PRESETS)}")
+    options.add_argument("--key-scale", dest="k_method", help=f"instead of the format's: {', '.join(SCALE_METHODS)}")
+    options.add_argument("--value-scale", dest="v_method", help="likewise")
+    options.add_argument("--scale-bits", type=int, help="16 or 8")
     options.add_argument("--mode", default="dense", help=f"which pages a query reads: {', '.join(KERNEL_MODES)}")
     add_sparse_options(options)
     options.add_argument("--shape", default="llama-3.1-8b", help=f"attention shape: {', '.join(SHAPES)}")
@@ -285,7 +290,8 @@ def main(
     results = []
     for context in args.contexts:
         try:
-            problem = make_problem(SHAPES[args.shape], args.format, context, query_len(args), args.page_size)
+            scales = {name: getattr(args, name) for name in ("k_method", "v_method", "scale_bits")}
+            problem = make_problem(SHAPES[args.shape], args.format, context, query_len(args), args.page_size, **scales)
             results.append(compare(problem, args))
         except (ValueError, ImportError) as problem_found:
             options.error(str(problem_found))

@@ -86,8 +86,10 @@ class Problem:
         return {"q": self.q, "k": self.k, "v": self.v, "scale": self.scale, **self.pages}
 
 
-def make_problem(shape: Shape, fmt_name: str, context: int, query_len: int, page_size: int = 64) -> Problem:
-    """A seeded problem as the module's docstring describes it."""
+def make_problem(
+    shape: Shape, fmt_name: str, context: int, query_len: int, page_size: int = 64, **settings: Any
+) -> Problem:
+    """A seeded problem as the module's docstring describes it. `settings`: as `parse_format` takes them."""
     gen = torch.Generator().manual_seed(7)
     tokens = Tokens(shape, page_size, context + query_len, gen)
     keys, values = tokens.rows(0, context)
@@ -95,7 +97,7 @@ def make_problem(shape: Shape, fmt_name: str, context: int, query_len: int, page
     q = make_queries(shape, query_len, gen)
     heads = torch.arange(shape.kv_heads).repeat_interleave(shape.q_heads // shape.kv_heads)
     q = (q * concentrate(q[0], keys, shape, page_size)[heads, None]).bfloat16()
-    layout = PageLayout(parse_format(fmt_name), page_size, shape.kv_heads, shape.head_dim, dtype_bytes=2)
+    layout = PageLayout(parse_format(fmt_name, **settings), page_size, shape.kv_heads, shape.head_dim, dtype_bytes=2)
     problem = Problem(shape, layout, context, query_len, keys, values, q, k, v)
     problem.headers, problem.pages = fill_pages(layout, keys, values, query_len)
     return problem

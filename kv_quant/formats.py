@@ -55,6 +55,11 @@ class KVFormat:
         return self.k_bits < 16
 
     @property
+    def keys_by_channel(self) -> bool:
+        """Whether scales of keys belong to one channel: then two-bit codes can rank pages."""
+        return SCALE_METHODS[self.k_method].channels == 1
+
+    @property
     def scales(self) -> str:
         """Scale methods and rotations in words, for logs and tables."""
         sides = [

@@ -252,7 +252,7 @@ class KtxConfig:
             return None
         if not fmt.quantized:
             raise ValueError("ktx.attention='sparse' needs page headers: choose a quantized ktx.format, not 'none'")
-        if fmt.k_method != "per_channel":
+        if not fmt.keys_by_channel:
             if given.setdefault("scoring", "header") != "header":
                 raise ValueError(
                     f"ktx.scoring={self.scoring!r} reads key codes by channel, and ktx.key_scale is {fmt.k_method!r}: "

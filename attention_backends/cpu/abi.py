@@ -11,10 +11,23 @@ from functools import lru_cache
 import torch
 
 from vllm_ktx.kv_quant.layout import PageLayout
+from vllm_ktx.kv_quant.scale_methods import SCALE_METHODS, ScaleMethod
 
-VERSION = 3
+VERSION = 4
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-METHODS = {"per_channel": 0, "per_token": 1, "per_head": 2}
+BY_CHANNEL, BY_TOKEN, BY_HEAD = range(3)
+
+
+def kind_of(method: ScaleMethod) -> int | None:
+    """Which of the kernels' three kinds a scale method is; None: another shape than they read."""
+    if method.channels == 1 and (method.tokens or 0) % 32 == 0:
+        return BY_CHANNEL
+    if method.tokens == 1 and (method.channels or 0) % 32 == 0:
+        return BY_TOKEN
+    return BY_HEAD if method.tokens is method.channels is None else None
+
+
+METHODS = {name: kind for name, method in SCALE_METHODS.items() if (kind := kind_of(method)) is not None}
 
 
 class Section(Structure):
@@ -24,10 +37,11 @@ class Section(Structure):
 class Layout(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("page_size", "num_kv_heads", "head_dim", "k_bits", "v_bits")),
-        *((name, c_int32) for name in ("k_method", "v_method", "v_rotate")),
+        *((name, c_int32) for name in ("k_method", "v_method", "v_rotate", "k_group", "v_group")),
+        *((name, c_int32) for name in ("scale_bits", "reserved")),
         *((name, c_int64) for name in ("header_head_bytes", "header_bytes", "payload_bytes")),
-        *((name, Section) for name in ("k_scale", "k_min", "k_plane0", "k_plane1", "k_low")),
-        *((name, Section) for name in ("v_scale", "v_min", "v_codes")),
+        *((name, Section) for name in ("k_base", "k_scale", "k_min", "k_plane0", "k_plane1", "k_low")),
+        *((name, Section) for name in ("v_base", "v_scale", "v_min", "v_codes")),
     ]
 
 
@@ -116,6 +130,9 @@ def layout_struct(layout: PageLayout) -> Layout:
         k_method=METHODS[fmt.k_method],
         v_method=METHODS[fmt.v_method],
         v_rotate=int(fmt.v_rotate and fmt.quantized),
+        k_group=_group(layout, fmt.k_method),
+        v_group=_group(layout, fmt.v_method),
+        scale_bits=fmt.scale_bits,
         header_head_bytes=layout.header_head_bytes,
         header_bytes=layout.header_bytes,
         payload_bytes=layout.payload_bytes,
@@ -123,3 +140,11 @@ def layout_struct(layout: PageLayout) -> Layout:
     for name, section in layout.sections.items():
         setattr(native, name, Section(section.offset, section.head_bytes))
     return native
+
+
+def _group(layout: PageLayout, name: str) -> int:
+    """By channel, the tokens that share a scale; else the channels."""
+    method = SCALE_METHODS[name]
+    if METHODS[name] == BY_CHANNEL:
+        return method.tokens or layout.page_size
+    return method.channels or layout.head_dim

@@ -58,15 +58,6 @@ def load() -> CpuKernels | None:
     return kernels
 
 
-def unserved(fmt: KVFormat) -> str | None:
-    """What of a page format the native kernels don't know, in words; None if they serve it."""
-    if not fmt.quantized:
-        return None
-    others = sorted({fmt.k_method, fmt.v_method} - set(abi.METHODS))
-    parts = [f"scales {method}" for method in others]
-    return ", ".join([*parts, *(["8-bit scales"] if fmt.scale_bits != 16 else [])]) or None
-
-
 def _preload_openmp() -> None:
     """Makes the OpenMP runtime that torch has loaded visible to the library; the system's if torch brings none."""
     candidates = []
@@ -167,6 +158,10 @@ class CpuKernels:
     def name(self) -> str:
         """What a log or report calls these kernels."""
         return f"native ({self.isa})"
+
+    def unserved(self, fmt: KVFormat) -> str | None:
+        """What of a page format these kernels don't know, in words; None if they serve it."""
+        return ", ".join(f"scales {name}" for name in sorted({fmt.k_method, fmt.v_method} - set(abi.METHODS))) or None
 
     @property
     def isa(self) -> str:
@@ -339,7 +334,7 @@ class CpuKernels:
         if headers is None or not layout.fmt.quantized:
             raise ValueError("sparse attention needs headers, which only a quantized format has")
         sparse.check_page_size(layout.page_size)
-        if sparse.scoring != "header" and layout.fmt.k_method != "per_channel":
+        if sparse.scoring != "header" and not layout.fmt.keys_by_channel:
             raise ValueError(f"scoring {sparse.scoring!r} reads codes by channel: with key_scale="
                              f"{layout.fmt.k_method!r} use scoring 'header'")  # fmt: skip
         _check_bytes("headers", headers, layout.header_bytes)

@@ -7,13 +7,24 @@ from dataclasses import dataclass
 import torch
 
 from vllm_ktx.attention_backends import reference
-from vllm_ktx.kv_quant import KVCacheQuantizer, KVFormat, PageLayout
+from vllm_ktx.kv_quant import KVCacheQuantizer, KVFormat, PageLayout, parse_format
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
-def make_format(k_bits=4, v_bits=4, k_method="per_channel", v_method="per_token", v_rotate=True) -> KVFormat:
-    return KVFormat("test", k_bits, v_bits, k_method, v_method, v_rotate and k_bits < 16)
+# Beside the presets: scales of groups of 32, by channel and by token on either side, in two bytes and in one.
+GROUPS = [
+    parse_format("k4v4", k_method="per_channel_32", v_method="per_token_32", scale_bits=8),
+    parse_format("k8v4", k_method="per_token_32", v_method="per_channel_32", v_rotate=False),
+    parse_format("k8v8", k_method="per_channel_32", v_method="per_channel_32", scale_bits=8),
+    parse_format("k4v4", k_method="per_token_32", v_method="per_token_32"),
+]
+
+
+def make_format(
+    k_bits=4, v_bits=4, k_method="per_channel", v_method="per_token", v_rotate=True, scale_bits=16
+) -> KVFormat:
+    return KVFormat("test", k_bits, v_bits, k_method, v_method, v_rotate and k_bits < 16, scale_bits=scale_bits)
 
 
 @dataclass

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from vllm_ktx.attention_backends.cpu import abi, native
-from vllm_ktx.kv_quant.formats import PRESETS, KVFormat
+from vllm_ktx.kv_quant.formats import PRESETS, KVFormat, parse_format
 from vllm_ktx.kv_quant.layout import PageLayout
+from vllm_ktx.kv_quant.scale_methods import SCALE_METHODS, ScaleMethod
 
 kernels = native.load()
 needs_kernels = pytest.mark.skipif(kernels is None, reason="the native CPU kernels are not built")
 
 
 def test_layout_struct_carries_every_number():
-    for fmt in PRESETS.values():
+    for fmt in (*PRESETS.values(), parse_format("k8v4", scale_bits=8)):
         layout = PageLayout(fmt, 64, 3, 80)
         struct = abi.layout_struct(layout)
         assert (struct.page_size, struct.num_kv_heads, struct.head_dim) == (64, 3, 80)
@@ -29,9 +30,11 @@ def test_layout_struct_carries_every_number():
 
 
 def test_methods_have_distinct_numbers():
-    structs = [abi.layout_struct(PageLayout(KVFormat("t", 4, 4, k, v), 32, 1, 64))
-               for k, v in itertools.product(abi.METHODS, abi.METHODS)]  # fmt: skip
-    assert len({(s.k_method, s.v_method) for s in structs}) == 9
+    structs = [abi.layout_struct(PageLayout(KVFormat("t", 4, 4, k, v), 64, 1, 128))
+               for k, v in itertools.product(SCALE_METHODS, SCALE_METHODS)]  # fmt: skip
+    assert len({(s.k_method, s.k_group, s.v_method, s.v_group) for s in structs}) == len(SCALE_METHODS) ** 2
+    for shape in ((16, 1), (1, 16), (32, 32), (None, 32), (32, None)):
+        assert abi.kind_of(ScaleMethod("other", *shape)) is None
 
 
 @needs_kernels

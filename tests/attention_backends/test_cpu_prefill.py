@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from tests.attention_backends.cases import compare, make_batch, make_format
+from tests.attention_backends.cases import GROUPS, compare, make_batch, make_format
 from vllm_ktx.attention_backends.cpu import native
-from vllm_ktx.attention_backends.cpu.abi import METHODS as NATIVE
+from vllm_ktx.kv_quant.scale_methods import SCALE_BITS, SCALE_METHODS
 
 kernels = native.load()
 if kernels is None:
@@ -43,12 +43,23 @@ def test_bits(bits, dtype):
     check(make_batch([(37, 300), (70, 129)], make_format(*bits), dtype=dtype))
 
 
-@pytest.mark.parametrize("methods", itertools.product(NATIVE, NATIVE))
+@pytest.mark.parametrize("scale_bits", SCALE_BITS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scale_methods(bits, methods, dtype):
+def test_scale_methods(bits, scale_bits, dtype):
     # Without an offset in the keys: scales that channels share have no middle to store keys relative to.
-    check(make_batch([(11, 150)], make_format(bits, bits, *methods), dtype=dtype, offset=0.0))
+    for i, methods in enumerate(itertools.product(SCALE_METHODS, SCALE_METHODS)):
+        fmt = make_format(bits, bits, *methods, i % 2 == 0, scale_bits)
+        check(make_batch([(11, 150)], fmt, dtype=dtype, offset=0.0))
+
+
+@pytest.mark.parametrize("fmt", GROUPS)
+@pytest.mark.parametrize(("page_size", "dim"), [(32, 128), (96, 64), (128, 96), (256, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_of_32(fmt, page_size, dim, dtype):
+    rows = [(9, 32), (9, 333), (20, 1), (33, 128), (5, 255)]
+    more = {} if fmt.keys_by_channel else {"offset": 0.0}
+    check(make_batch(rows, fmt, page_size, q_heads=3, kv_heads=1, dim=dim, dtype=dtype, seal_tail=True, **more))
 
 
 @pytest.mark.parametrize("heads", [(14, 2), (32, 8), (9, 3), (16, 1), (4, 4), (12, 1)])

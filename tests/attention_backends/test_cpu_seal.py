@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from vllm_ktx.attention_backends.cpu import native
-from vllm_ktx.attention_backends.cpu.abi import METHODS as NATIVE
 from vllm_ktx.kv_quant.codec import KVCacheQuantizer
 from vllm_ktx.kv_quant.formats import KVFormat, parse_format
 from vllm_ktx.kv_quant.layout import PageLayout
+from vllm_ktx.kv_quant.scale_methods import SCALE_BITS, SCALE_METHODS
 
 torch.set_num_threads(1)  # the oracle's tensors are too small for more
 kernels = native.load()
@@ -23,10 +23,6 @@ def cpu(request):
     kernels.set_isa(request.param)
     yield kernels
     kernels.set_isa(before)
-
-
-def make_format(k_bits, v_bits, k_method="per_channel", v_method="per_token", v_rotate=True):
-    return KVFormat("test", k_bits, v_bits, k_method, v_method, v_rotate)
 
 
 def seal(cpu, layout, k, v, extra=3):
@@ -51,23 +47,27 @@ def same_header(layout, got, want):
         assert ((ours - theirs).abs() <= size / 100 + 1e-6 * (1 + size)).all()
 
 
-METHODS = list(itertools.product(NATIVE, NATIVE))
-
-
+@pytest.mark.parametrize("scale_bits", SCALE_BITS)
 @pytest.mark.parametrize("bits", [(4, 8), (8, 4)])
-@pytest.mark.parametrize("methods", METHODS)
-@pytest.mark.parametrize("shape", [(64, 2, 80), (32, 3, 128)])
-def test_bytes_equal_the_oracle(cpu, bits, methods, shape):
+@pytest.mark.parametrize("shape", [(64, 2, 80), (32, 3, 128), (96, 1, 96)])
+def test_bytes_equal_the_oracle(shape, bits, scale_bits):
+    """Keys and values meet each method; each value method with the rotation and without."""
     page, heads, dim = shape
-    layout = PageLayout(make_format(*bits, *methods, v_rotate=methods[1] != "per_channel"), page, heads, dim)
     torch.manual_seed(0)
     k = torch.randn(2, heads, page, dim) * torch.linspace(0.1, 30, dim) + torch.linspace(-300, 300, dim)
     v = torch.randn(2, heads, page, dim)
     k, v = k.bfloat16(), v.bfloat16()
-    header, payload = seal(cpu, layout, k, v)
-    want_header, want_payload = KVCacheQuantizer(layout).seal(k, v)
-    assert torch.equal(payload, want_payload)
-    same_header(layout, header, want_header)
+    before, methods = kernels.isa, [name for name, m in SCALE_METHODS.items() if not m.problem(page, dim)]
+    for i, rotate in itertools.product(range(len(methods)), (False, True)):
+        pair = (methods[i], methods[(i + 1 + rotate) % len(methods)])
+        layout = PageLayout(KVFormat("test", *bits, *pair, rotate, scale_bits=scale_bits), page, heads, dim)
+        want_header, want_payload = KVCacheQuantizer(layout).seal(k, v)
+        for isa in kernels.available_isas():
+            kernels.set_isa(isa)
+            header, payload = seal(kernels, layout, k, v)
+            assert torch.equal(payload, want_payload), (isa, layout.fmt)
+            same_header(layout, header, want_header)
+    kernels.set_isa(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -86,10 +86,8 @@ def test_dtypes_and_strides(cpu, dtype, name):
         same_header(layout, header, want_header)
 
 
-@pytest.mark.parametrize("methods", [(m, m) for m in NATIVE])
 @pytest.mark.parametrize("kind", ["zero", "constant", "nan", "inf", "huge", "tiny"])
-def test_special_inputs(cpu, methods, kind):
-    layout = PageLayout(make_format(4, 8, *methods), 32, 2, 64, dtype_bytes=4)
+def test_special_inputs(cpu, kind):
     torch.manual_seed(2)
     k = torch.randn(2, 2, 32, 64)
     if kind in ("zero", "constant"):
@@ -100,10 +98,12 @@ def test_special_inputs(cpu, methods, kind):
     else:
         k = k * (3e38 if kind == "huge" else 1e-9)
     v = k.flip(0).contiguous()
-    header, payload = seal(cpu, layout, k, v)
-    want_header, want_payload = KVCacheQuantizer(layout).seal(k, v)
-    assert torch.equal(payload, want_payload)
-    same_header(layout, header, want_header)
+    for method, scale_bits in itertools.product(SCALE_METHODS, SCALE_BITS):
+        layout = PageLayout(KVFormat("test", 4, 8, method, method, scale_bits=scale_bits), 32, 2, 64, dtype_bytes=4)
+        header, payload = seal(cpu, layout, k, v)
+        want_header, want_payload = KVCacheQuantizer(layout).seal(k, v)
+        assert torch.equal(payload, want_payload), layout.fmt
+        same_header(layout, header, want_header)
 
 
 def test_slots_differ_from_blocks(cpu):

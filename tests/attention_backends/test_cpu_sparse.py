@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.attention_backends.cases import TOLERANCE, compare, make_batch, make_format
+from tests.attention_backends.cases import GROUPS, TOLERANCE, compare, make_batch, make_format
 from vllm_ktx.attention_backends.cpu import native
 from vllm_ktx.attention_backends.selection import SparseSettings
 from vllm_ktx.attention_backends.sparse_pages import BLOCK, sparse_attention_reference
@@ -85,6 +85,16 @@ def test_decode_rows(scoring, q_heads, kv_heads, dim):
     probed = {"header": (0, 0), "cascade": (0.35, 1), "codes": (1, 1)}[scoring]
     assert probed[0] <= extra["depth"][0].min() and extra["depth"][0].max() <= probed[1]
     assert extra["depth"][3].tolist() == [0] * kv_heads, "and has no candidates"
+
+
+@pytest.mark.parametrize("fmt", GROUPS[::2])
+@pytest.mark.parametrize(("page_size", "dim"), [(64, 64), (96, 128), (32, 96)])
+def test_codes_of_groups_and_8_bit_scales(fmt, page_size, dim):
+    batch = make_batch([(1, 2000), (2, 31 * page_size)], fmt, page_size, dim=dim, page_spread=0.7, seed=dim)
+    settings = SparseSettings(
+        **{**SMALL, "sinks": page_size, "window": -(-256 // page_size) * page_size}, scoring="codes", coverage=0.8
+    )
+    check(batch, settings, ISAS, same_choice=0.95)
 
 
 @pytest.mark.parametrize(

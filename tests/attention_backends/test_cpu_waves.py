@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.attention_backends.cases import make_batch, make_format
+from tests.attention_backends.cases import GROUPS, make_batch, make_format
 from vllm_ktx.attention_backends.cpu import native
 from vllm_ktx.attention_backends.selection import SparseSettings
 
@@ -83,6 +83,13 @@ def same(batch, sparse=None, limits=(16, 23, 64), threads=(1, 3), isas=ISAS, pla
 @pytest.mark.parametrize("bits", [(4, 4), (8, 4), (8, 8), (16, 16)])
 def test_dense(bits, dtype):
     same(make_batch(MIXED, make_format(*bits), dtype=dtype), limits=(16, 50))
+
+
+@pytest.mark.parametrize("fmt", GROUPS)
+def test_groups_of_32(fmt):
+    batch = make_batch(MIXED, fmt, page_spread=0.5)
+    same(batch, limits=(16, 50))
+    same(batch, SparseSettings(**SMALL, scoring="cascade" if fmt.keys_by_channel else "header"), limits=(23,))
 
 
 @pytest.mark.parametrize("page_size", [32, 64, 96, 128, 160, 224, 256])

@@ -1,12 +1,14 @@
 """Which kernels serve a format: native ones where they know it, torch's with a warning otherwise, never silently."""
 
+import itertools
 import logging
 
 import pytest
 
 from vllm_ktx.attention_backends.cpu import native
 from vllm_ktx.attention_backends.kernels import kernels_for
-from vllm_ktx.kv_quant import PRESETS, parse_format
+from vllm_ktx.kv_quant import PRESETS, KVFormat, parse_format
+from vllm_ktx.kv_quant.scale_methods import SCALE_BITS, SCALE_METHODS, ScaleMethod
 
 needs_kernels = pytest.mark.skipif(native.load() is None, reason="the native CPU kernels are not built")
 
@@ -19,20 +21,20 @@ def fresh():
 
 
 @needs_kernels
-def test_presets_and_rotated_keys_are_native(caplog):
+def test_every_format_is_native(caplog):
+    rotate = (False, True)
+    matrix = itertools.product((4, 8), (4, 8), SCALE_METHODS, SCALE_METHODS, rotate, (0,), rotate, SCALE_BITS)
     with caplog.at_level(logging.WARNING):
-        for fmt in (*PRESETS.values(), parse_format("k4v4", k_rotate=True, k_method="per_head")):
+        for fmt in (*PRESETS.values(), *(KVFormat("test", *fields) for fields in matrix)):
             assert kernels_for("auto", fmt).name.startswith("native")
     assert not caplog.records
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    ("settings", "part"),
-    [({"scale_bits": 8}, "8-bit scales"), ({"v_method": "per_token_32"}, "scales per_token_32")],
-)
-def test_what_native_kernels_lack_is_served_by_torch_and_said(caplog, settings, part):
-    fmt = parse_format("k4v4", **settings)
+def test_what_native_kernels_lack_is_served_by_torch_and_said(caplog, monkeypatch):
+    """A method that somebody added, of a shape that they don't read."""
+    monkeypatch.setitem(SCALE_METHODS, "blocks", ScaleMethod("blocks", 16, 16))
+    fmt, part = parse_format("k4v4", v_method="blocks"), "scales blocks"
     with caplog.at_level(logging.WARNING):
         assert kernels_for("auto", fmt).name == kernels_for("auto", fmt).name == "torch"
     (record,) = caplog.records

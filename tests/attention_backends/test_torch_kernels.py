@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.attention_backends.cases import make_batch, make_format
+from tests.attention_backends.cases import GROUPS, make_batch, make_format
 from vllm_ktx.attention_backends import torch_kernels
 from vllm_ktx.attention_backends.torch_kernels import TorchKernels
-from vllm_ktx.kv_quant import KVCacheQuantizer, PageLayout, parse_format
+from vllm_ktx.kv_quant import KVCacheQuantizer, PageLayout
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +34,8 @@ def test_variants(change):
     make_batch(ROWS, dtype=torch.float32, **change).check(TorchKernels())
 
 
-@pytest.mark.parametrize(
-    "settings", [{"scale_bits": 8}, {"k_method": "per_channel_32", "v_method": "per_token_32"}], ids=str
-)
-def test_formats_that_only_torch_serves(settings):
-    make_batch(ROWS, parse_format("k4v4", **settings), dtype=torch.float32).check(TorchKernels())
+def test_groups_and_8_bit_scales():
+    make_batch(ROWS, GROUPS[0], dtype=torch.float32).check(TorchKernels())
 
 
 def test_context_only():

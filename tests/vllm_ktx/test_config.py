@@ -97,6 +97,7 @@ def test_what_follows_from_combinations():
     assert sparse({"format": "none"}) is None
     assert sparse({"attention": "dense"}) is None
     assert sparse({"key_scale": "per_token"}).scoring == "header"
+    assert sparse({"key_scale": "per_channel_32"}).scoring == "cascade"
     assert sparse({"top_k": 5}).select == "top_k"
     assert sparse({"global_ratio": 0.01}).select == "global_ratio"
 

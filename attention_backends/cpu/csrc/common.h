@@ -6,13 +6,14 @@
 #include <omp.h>
 
 #include "ktx.h"
-#include "simd.h"
+#include "scales.h"
 
 namespace KTX_NS {
 
 using namespace ktx;
 
 constexpr float kNegInf = -__builtin_inff();
+constexpr int kMaxPage = 256, kMaxDim = 512;
 
 // Scratch of one thread: buffers that grow and stay. A slot has one owner, so a caller and its callee never share.
 enum WorkSlot {
@@ -88,7 +89,7 @@ KTX_INLINE const uint8_t* plain_values(const AttentionArgs& a, const PageRef& re
 
 // One kv head's part of a sealed page.
 struct HeadPage {
-  const uint16_t *k_scale, *k_min, *v_scale, *v_min;  // fp16
+  Params k, v;
   const uint8_t *plane0, *plane1, *low, *v_codes;
 };
 
@@ -97,9 +98,11 @@ KTX_INLINE const uint8_t* section(const uint8_t* payload, const Section& s, int 
 }
 
 KTX_INLINE HeadPage head_page(const Layout& lay, const uint8_t* payload, int kv_head) {
-  const auto half = [&](const Section& s) { return reinterpret_cast<const uint16_t*>(section(payload, s, kv_head)); };
   const auto byte = [&](const Section& s) { return section(payload, s, kv_head); };
-  return {half(lay.k_scale), half(lay.k_min), half(lay.v_scale), half(lay.v_min),
+  const auto base = [&](const Section& s) {
+    return lay.scale_bits == 8 ? reinterpret_cast<const uint16_t*>(byte(s)) : nullptr;
+  };
+  return {{byte(lay.k_scale), byte(lay.k_min), base(lay.k_base)}, {byte(lay.v_scale), byte(lay.v_min), base(lay.v_base)},
           byte(lay.k_plane0), byte(lay.k_plane1), byte(lay.k_low), byte(lay.v_codes)};
 }
 

@@ -8,7 +8,6 @@
 
 namespace KTX_NS {
 
-constexpr int kMaxPage = 256, kMaxDim = 512;
 constexpr int kSplitPages = 16;  // fixed, so that a row's result never depends on its batch or on the thread count
 constexpr int kMaxGroup = 4;     // query vectors that share each unpacked code; more gain nothing, FMA is the limit
 // Constant strides fold into addresses; what is added spreads cache sets.
@@ -62,17 +61,17 @@ KTX_INLINE void fetch_words(const HeadPage& next, int word, int low_step) {
   }
 }
 
-// dots[r][t] = bias[r] + sum_c q[r][c] * code[t][c] for one page. `next` is fetched meanwhile: the
+// dots[r][t] = bias[r] + sum_c q[r][c] * code[t][c] for tokens from .. to (multiples of 32) of a page. `next` is fetched meanwhile: the
 // next page, or values whose turn comes.
 template <int NR, int BITS>
-static void key_dots(const HeadPage& page, const HeadPage& next, const float* q, const float* bias, int tokens, int dim,
-                     float* dots) {
+static void key_dots(const HeadPage& page, const HeadPage& next, const float* q, const float* bias, int tokens, int from,
+                     int to, int dim, float* dots) {
   using Words = KeyWords<BITS>;
   constexpr int TV = W == 16 || NR <= 4 ? 2 : 1;    // token vectors at a time: each broadcast of q serves all of them
   constexpr int SETS = NR * TV >= 8 ? 1 : 2;        // a second set of sums where one alone waits for the FMA's latency
   const int words = dim / 16;
   const float* qk[4] = {q, q + dim / 4, q + dim / 2, q + 3 * (dim / 4)};
-  for (int t = 0; t < tokens; t += TV * W) {
+  for (int t = from; t < to; t += TV * W) {
     vf sum[SETS][NR][TV];
     unroll<SETS * NR * TV>([&](auto n) KTX_LAMBDA {
       sum[n.value / (NR * TV)][n.value / TV % NR][n.value % TV] = zero();
@@ -183,10 +182,10 @@ KTX_INLINE vi word_codes(const KeyWords<BITS>& w) {
 
 template <int NR, int BITS>
 static void integer_dots(const HeadPage& page, const HeadPage& next, const WordQuery<NR>& q, const float* bias,
-                         int tokens, int dim, float* dots) {
+                         int tokens, int from, int to, int dim, float* dots) {
   constexpr int TV = 2;
   const int words = dim / 16;
-  for (int t = 0; t < tokens; t += TV * W) {
+  for (int t = from; t < to; t += TV * W) {
     vi sum[NR][TV];
     unroll<NR * TV>([&](auto n) KTX_LAMBDA { sum[n.value / TV][n.value % TV] = iset1(0); });
     for (int d4 = 0; d4 < words; d4++) {
@@ -223,30 +222,30 @@ constexpr bool can_use_words(int, int) { return false; }
 template <int NR>
 KTX_INLINE vf round_query(WordQuery<NR>&, int, const float*, int, float) { return zero(); }
 template <int NR, int BITS>
-static void integer_dots(const HeadPage&, const HeadPage&, const WordQuery<NR>&, const float*, int, int, float*) {}
+static void integer_dots(const HeadPage&, const HeadPage&, const WordQuery<NR>&, const float*, int, int, int, int,
+                         float*) {}
 
 #endif
 
 // ---- scores -------------------------------------------------------------------------------------------------------
 
-// Scores of one sealed page: scale and minimum go into the query where they are per channel, else behind the dots.
-// `integer` (16-bit models) allows the integer way.
+// Scores of tokens from .. to of a sealed page, of channels `first` .. `last` alone, to dots[r][kScoreStride]; total[r] is
+// the sum of the query's. `scales`: one a channel, which go into the query; null: codes are taken as they are. `integer`
+// (16-bit models) allows the integer way.
 template <int NR, int BITS>
-static void score_sealed(const Layout& lay, const HeadPage& page, const HeadPage& next, bool integer, const float* q,
-                         const float* q_sum, float* scratch, float* scores) {
-  const int tokens = lay.page_size, dim = lay.head_dim;
-  const bool per_channel = lay.k_method == kPerChannel;
+static void score_codes(const Layout& lay, const HeadPage& page, const HeadPage& next, bool integer, const float* q,
+                        const Scales* scales, int first, int last, int from, int to, float* scratch, float* total,
+                        float* dots) {
+  const int dim = lay.head_dim, padded = (dim + 2 * W - 1) / (2 * W) * (2 * W);
   integer = integer && can_use_words(BITS, dim);
-  const int padded = (dim + 2 * W - 1) / (2 * W) * (2 * W);
   WordQuery<NR> words;
   vf low[NR], sum[NR], top[NR];
   unroll<NR>([&](auto r) KTX_LAMBDA { low[r.value] = sum[r.value] = top[r.value] = zero(); });
   for (int c = 0; c < dim; c += W) {
-    const vf scale = per_channel ? load_f16(page.k_scale + c) : set1(1.f);
-    const vf minimum = per_channel ? load_f16(page.k_min + c) : zero();
+    const Affine own = scales ? scales->vector(c) : Affine{set1(c >= first && c < last ? 1.f : 0.f), zero()};
     unroll<NR>([&](auto r) KTX_LAMBDA {
-      const vf x = load(q + r.value * kQueryStride + c), y = x * scale;
-      low[r.value] = fmadd(x, minimum, low[r.value]);
+      const vf x = load(q + r.value * kQueryStride + c), y = x * own.scale;
+      low[r.value] = fmadd(x, own.minimum, low[r.value]);
       sum[r.value] = sum[r.value] + y;
       top[r.value] = vmax(as_float(iand(as_int(y), iset1(0x7FFFFFFF))), top[r.value]);
       store(scratch + r.value * kQueryStride + c, y);
@@ -263,18 +262,37 @@ static void score_sealed(const Layout& lay, const HeadPage& page, const HeadPage
       b = fmadd(sum[r.value] - kept, set1(float((1 << BITS) - 1) / 2), b);
     }
     bias[r.value] = hsum(b);
+    if (!scales) total[r.value] = hsum(sum[r.value]);
   });
-  if (integer) integer_dots<NR, BITS>(page, next, words, bias, tokens, dim, scores);
-  else key_dots<NR, BITS>(page, next, scratch, bias, tokens, dim, scores);
-  if (per_channel) return;
-  for (int r = 0; r < NR; r++) {
-    float* s = scores + r * kScoreStride;
-    const vf all = set1(q_sum[r]);
-    vf scale = set1(f16_to_f32(*page.k_scale)), minimum = set1(f16_to_f32(*page.k_min));
-    for (int t = 0; t < tokens; t += W) {
-      if (lay.k_method == kPerToken) scale = load_f16(page.k_scale + t), minimum = load_f16(page.k_min + t);
-      store(s + t, fmadd(load(s + t), scale, all * minimum));
-    }
+  if (integer) integer_dots<NR, BITS>(page, next, words, bias, lay.page_size, from, to, dim, dots);
+  else key_dots<NR, BITS>(page, next, scratch, bias, lay.page_size, from, to, dim, dots);
+}
+
+// Scores of one sealed page. `part` [NR][kScoreStride] is scratch where a token has several scales.
+template <int NR, int BITS>
+static void score_sealed(const Layout& lay, const HeadPage& page, const HeadPage& next, bool integer, const float* q,
+                         float* scratch, float* part, float* scores) {
+  const int tokens = lay.page_size, dim = lay.head_dim, group = lay.k_group;
+  const bool by_channel = lay.k_method == kPerChannel, by_token = lay.k_method == kPerToken;
+  alignas(64) float scale[kMaxPage], minimum[kMaxPage];
+  float total[NR];
+  for (int i = 0, parts = (by_channel ? tokens : dim) / group; i < parts; i++) {  // of the tokens, or of the channels
+    const Scales scales(page.k, by_channel ? i * dim : 0);
+    const int at = i * group, end = at + group;
+    float* dots = i && !by_channel ? part : scores;
+    if (by_channel) score_codes<NR, BITS>(lay, page, next, integer, q, &scales, 0, dim, at, end, scratch, total, dots);
+    else score_codes<NR, BITS>(lay, page, next, integer, q, nullptr, at, end, 0, tokens, scratch, total, dots);
+    if (by_channel) continue;
+    if (by_token) expand_column(scales, i, parts, 0, tokens, scale, minimum);
+    Affine own{};
+    if (!by_token) own = scales.one(0);
+    for (int r = 0; r < NR; r++)
+      for (int t = 0; t < tokens; t += W) {
+        if (by_token) own = {load(scale + t), load(minimum + t)};
+        const vf x = fmadd(load(dots + r * kScoreStride + t), own.scale, own.minimum * set1(total[r]));
+        float* s = scores + r * kScoreStride + t;
+        store(s, i ? x + load(s) : x);
+      }
   }
 }
 

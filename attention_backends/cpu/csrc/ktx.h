@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #define KTX_API extern "C" __attribute__((visibility("default")))
-#define KTX_ABI_VERSION 3
+#define KTX_ABI_VERSION 4
 
 namespace ktx {
 
@@ -20,8 +20,10 @@ struct Layout {
   int32_t page_size, num_kv_heads, head_dim;
   int32_t k_bits, v_bits;              // 4, 8, or 16: pages in the model's dtype
   int32_t k_method, v_method, v_rotate;
+  int32_t k_group, v_group;            // that share a scale: by channel, tokens; by token, channels (by head, all)
+  int32_t scale_bits, reserved;        // of scales and minima: 16, or 8 beside `base`
   int64_t header_head_bytes, header_bytes, payload_bytes;
-  Section k_scale, k_min, k_plane0, k_plane1, k_low, v_scale, v_min, v_codes;
+  Section k_base, k_scale, k_min, k_plane0, k_plane1, k_low, v_base, v_scale, v_min, v_codes;
 };
 
 // Pages to seal: page i's tokens start at element `src[i]` of k and v; its bytes go to header + block*header_stride and

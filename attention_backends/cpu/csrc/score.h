@@ -157,12 +157,12 @@ KTX_INLINE vf header_mass(vf a, vf v, vf log_tokens) {
 
 // ---- plane 0 ------------------------------------------------------------------------------------------------------
 
-// Query vectors folded with one page's key scales, as int8 with one step each; what rounding and the code's middle leave.
+// Query vectors folded with one row of key scales, as int8 with one step each; what rounding, the code's middle and the
+// error of two bits leave.
 template <int NR>
 struct ByteQuery {
   alignas(64) int8_t byte[NR][kMaxDim];
   float step[NR], bias[NR];
-  alignas(64) float noise[W] = {};
 };
 
 // Natural logarithm of positive x to 1e-7 (FreeBSD's logf, its argument reduced to [sqrt(1/2), sqrt(2))); NaN stays.
@@ -200,13 +200,14 @@ KTX_INLINE vi broadcast_word(const int8_t* p) {
 }
 
 template <int NR>
-static void fold_query(const Layout& lay, const HeadPage& page, const float* q, float* scratch, ByteQuery<NR>& out) {
+static void fold_query(const Layout& lay, const Scales& scales, const float* q, float* scratch, ByteQuery<NR>& out) {
   const int dim = lay.head_dim;
   const float per_step = float(1 << (lay.k_bits - 2));  // codes that one step of the top two bits covers
   vf low[NR], noise[NR], top[NR];
   unroll<NR>([&](auto r) KTX_LAMBDA { low[r.value] = noise[r.value] = top[r.value] = zero(); });
   for (int c = 0; c < dim; c += W) {
-    const vf scale = load_f16(page.k_scale + c), minimum = load_f16(page.k_min + c), step = scale * set1(per_step);
+    const Affine own = scales.vector(c);
+    const vf scale = own.scale, minimum = own.minimum, step = scale * set1(per_step);
     // The middle of a step, and 1.5, which codes 0 .. 3 average: what rounding the query took comes back as that.
     const vf middle = fmadd(scale, set1((per_step - 1) / 2), fmadd(step, set1(1.5f), minimum));
     unroll<NR>([&](auto r) KTX_LAMBDA {
@@ -232,8 +233,8 @@ static void fold_query(const Layout& lay, const HeadPage& page, const float* q, 
       store_low8(reinterpret_cast<uint8_t*>(out.byte[r.value]) + c, rounded);
     });
   unroll<NR>([&](auto r) KTX_LAMBDA {
-    out.bias[r.value] = hsum(fmadd(to_float(kept[r.value]), set1(-1.5f * out.step[r.value]), low[r.value]));
-    out.noise[r.value] = hsum(noise[r.value]) * (1.f / 24);  // half the variance of a uniform error of one step
+    const vf bias = fmadd(to_float(kept[r.value]), set1(-1.5f * out.step[r.value]), low[r.value]);
+    out.bias[r.value] = hsum(fmadd(noise[r.value], set1(1.f / 24), bias));  // half the variance of a uniform error of a step
   });
 }
 
@@ -275,11 +276,14 @@ static void score_plane0(const Layout& lay, const HeadPage& page, const uint8_t*
   constexpr int TV = W == 16 ? 4 : 2;  // token vectors at a time
   const int dim = lay.head_dim, size = lay.page_size;
   ByteQuery<NR> query;
-  fold_query<NR>(lay, page, q, scratch, query);
-  float* scores = scratch;  // [NR][kQueryStride], folded queries are done with
-  int t = 0;
-  for (; t + TV * W <= size; t += TV * W) plane0_scores<NR, TV>(page.plane0, next, query, size, dim, t, scores);
-  for (; t < size; t += 2 * W) plane0_scores<NR, 2>(page.plane0, next, query, size, dim, t, scores);
+  alignas(64) float folded[NR * kQueryStride];
+  float* scores = scratch;  // [NR][kQueryStride]
+  for (int t = 0, row = 0; t < size; row += dim) {
+    fold_query<NR>(lay, Scales(page.k, row), q, folded, query);
+    const int end = t + lay.k_group;
+    for (; t + TV * W <= end; t += TV * W) plane0_scores<NR, TV>(page.plane0, next, query, size, dim, t, scores);
+    for (; t < end; t += 2 * W) plane0_scores<NR, 2>(page.plane0, next, query, size, dim, t, scores);
+  }
   alignas(64) float top[W], total[W];
   for (int r = NR; r < W; r++) top[r] = 0, total[r] = 1;
   vf most[NR], sum[NR];
@@ -297,7 +301,7 @@ static void score_plane0(const Layout& lay, const HeadPage& page, const uint8_t*
       sum[r.value] = sum[r.value] + vexp(load(scores + r.value * kQueryStride + i) - most[r.value]);
     });
   unroll<NR>([&](auto r) KTX_LAMBDA { total[r.value] = hsum(sum[r.value]); });
-  store(mass, load(top) + vlog(load(total)) + load(query.noise));
+  store(mass, load(top) + vlog(load(total)));
 }
 
 }  // namespace KTX_NS

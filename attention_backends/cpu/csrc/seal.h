@@ -16,56 +16,101 @@ static void gather_tokens(const void* src, int64_t first, int64_t token_stride, 
     }
 }
 
-// Minima and maxima per channel, per token or of all -> fp16 minimum (down) and scale (up), in place in the page.
-static void find_range(const float* x, int tokens, int dim, int bits, int method, uint16_t* scale, uint16_t* minimum) {
-  const vf levels = set1(float((1 << bits) - 1));
-  const auto put = [&](int i, vf low, vf high) {
-    store_f16_toward<false>(minimum + i, low);
-    store_f16_toward<true>(scale + i, (high - load_f16(minimum + i)) / levels);
-  };
+// Least and greatest value of what shares a scale (scales.h says in which order), which becomes minimum and scale.
+static void find_range(const float* x, int tokens, int dim, int method, int group, float* low, float* high) {
   if (method == kPerChannel) {
-    for (int c = 0; c < dim; c += W) {
-      vf low = load(x + c), high = low;
-      for (int t = 1; t < tokens; t++) {
-        low = vmin(low, load(x + t * dim + c));
-        high = vmax(high, load(x + t * dim + c));
+    for (int t = 0; t < tokens; t += group, x += group * dim, low += dim, high += dim)
+      for (int c = 0; c < dim; c += W) {
+        vf least = load(x + c), most = least;
+        for (int i = 1; i < group; i++) {
+          least = vmin(least, load(x + i * dim + c));
+          most = vmax(most, load(x + i * dim + c));
+        }
+        store(low + c, least), store(high + c, most);
       }
-      put(c, low, high);
-    }
     return;
   }
-  float low[W], high[W];
-  vf all_low = set1(65504.f), all_high = set1(-65504.f);
-  for (int t = 0; t < tokens; t++) {
-    vf a = load(x + t * dim), b = a;
-    for (int c = W; c < dim; c += W) a = vmin(a, load(x + t * dim + c)), b = vmax(b, load(x + t * dim + c));
-    all_low = vmin(all_low, a), all_high = vmax(all_high, b);
-    low[t % W] = hmin(a), high[t % W] = hmax(b);
-    if (method == kPerToken && t % W == W - 1) put(t - W + 1, load(low), load(high));
+  vf least = load(x), most = least;
+  for (int i = 0; i < tokens * dim; i += group) {  // group: dim for one scale a head
+    if (method == kPerToken) least = most = load(x + i);
+    for (int c = i; c < i + group; c += W) least = vmin(least, load(x + c)), most = vmax(most, load(x + c));
+    if (method == kPerToken) *low++ = hmin(least), *high++ = hmax(most);
   }
-  if (method == kPerHead) {
-    *minimum = f32_to_f16_toward<false>(hmin(all_low));
-    *scale = f32_to_f16_toward<true>((hmax(all_high) - f16_to_f32(*minimum)) / float((1 << bits) - 1));
-  }
+  if (method == kPerHead) *low = hmin(least), *high = hmax(most);
 }
 
 KTX_INLINE vf inverse_or_zero(vf step) { return select_lt(zero(), step, set1(1.f) / step, zero()); }
+KTX_INLINE vf to_byte_range(vf x) { return vmin(vmax(x, zero()), set1(255.f)); }
+KTX_INLINE vf round_down(vf x) {
+  const vf near = round_even(x);
+  return near - select_lt(x, near, set1(1.f), zero());
+}
 
-static void make_codes(const float* x, int tokens, int dim, int bits, int method, const uint16_t* scale,
-                       const uint16_t* minimum, uint8_t* codes) {
-  const vf top = set1(float((1 << bits) - 1));
-  for (int c = 0; c < dim; c += W) {
-    const int first = method == kPerChannel ? c : 0;
-    vf low = zero(), inverse = zero();
-    if (method == kPerChannel) low = load_f16(minimum + first), inverse = inverse_or_zero(load_f16(scale + first));
-    for (int t = 0; t < tokens; t++) {
-      if (method != kPerChannel && (t == 0 || method == kPerToken)) {
-        low = set1(f16_to_f32(minimum[t]));
-        inverse = inverse_or_zero(set1(f16_to_f32(scale[t])));
-      }
-      const vf y = (load(x + t * dim + c) - low) * inverse;
-      store_low8(codes + t * dim + c, to_int(vmin(vmax(round_even(y), zero()), top)));
+// Ranges of `n` groups -> parameters in the page (`bytes`, `base` as Params), that cover them; the minimum as it reads
+// back to low[], and the inverse of the scale to high[]. Both have room up to a multiple of W.
+static void make_params(int n, int bits, uint8_t* scales, uint8_t* minima, uint16_t* base, float* low, float* high) {
+  const vf levels = set1(float((1 << bits) - 1));
+  for (int i = n; i % W; i++) low[i] = low[0], high[i] = high[0];
+  if (!base) {
+    alignas(64) uint16_t half[2][W];
+    for (int i = 0; i < n; i += W) {
+      const size_t size = 2 * min_of(W, n - i);
+      store_f16_toward<false>(half[0], load(low + i));
+      const vf minimum = load_f16(half[0]);
+      store_f16_toward<true>(half[1], (load(high + i) - minimum) / levels);
+      store(low + i, minimum), store(high + i, inverse_or_zero(load_f16(half[1])));
+      std::memcpy(minima + 2 * i, half[0], size), std::memcpy(scales + 2 * i, half[1], size);
     }
+    return;
+  }
+  const auto put = [&](uint8_t* to, int i, vf x) {
+    uint8_t byte[W];
+    store_low8(byte, to_int(x));
+    std::memcpy(to + i, byte, min_of(W, n - i));
+  };
+  vf first = load(low), last = first, most = zero();
+  for (int i = W; i < n; i += W) first = vmin(first, load(low + i)), last = vmax(last, load(low + i));
+  base[1] = f32_to_f16_toward<false>(hmin(first));
+  const float least = f16_to_f32(base[1]);
+  base[2] = f32_to_f16_toward<true>((hmax(last) - least) / 255.f);
+  const vf from = set1(least), unit = set1(f16_to_f32(base[2])), inverse = inverse_or_zero(unit);
+  for (int i = 0; i < n; i += W) {
+    const vf x = load(low + i);
+    vf step = to_byte_range(round_down((x - from) * inverse));
+    step = vmax(step - select_lt(x, fmadd(unit, step, from), set1(1.f), zero()), zero());  // where the difference rounded
+    const vf minimum = fmadd(unit, step, from), need = vmax((load(high + i) - minimum) / levels, zero());
+    put(minima, i, step);
+    store(low + i, minimum), store(high + i, need);
+    most = vmax(most, need);
+  }
+  base[0] = f32_to_f16_toward<true>(hmax(most) / 255.f);
+  const vf scale_unit = set1(f16_to_f32(base[0])), scale_inverse = inverse_or_zero(scale_unit);
+  for (int i = 0; i < n; i += W) {
+    const vf code = to_byte_range(zero() - round_down(zero() - load(high + i) * scale_inverse));
+    put(scales, i, code);
+    store(high + i, inverse_or_zero(scale_unit * code));
+  }
+}
+
+static void make_codes(const float* x, int tokens, int dim, int bits, int method, int group, const float* minimum,
+                       const float* inverse, uint8_t* codes) {
+  const vf top = set1(float((1 << bits) - 1));
+  const auto encode = [&](int at, vf low, vf scale) {
+    const vf y = (load(x + at) - low) * scale;
+    store_low8(codes + at, to_int(vmin(vmax(round_even(y), zero()), top)));
+  };
+  if (method == kPerChannel) {
+    for (int from = 0; from < tokens * dim; from += group * dim, minimum += dim, inverse += dim)
+      for (int c = 0; c < dim; c += W) {
+        const vf low = load(minimum + c), scale = load(inverse + c);
+        for (int at = from + c; at < from + group * dim; at += dim) encode(at, low, scale);
+      }
+    return;
+  }
+  for (int at = 0; at < tokens * dim; at += group) {
+    const vf low = set1(*minimum), scale = set1(*inverse);
+    for (int c = 0; c < group; c += W) encode(at + c, low, scale);
+    if (method == kPerToken) minimum++, inverse++;
   }
 }
 
@@ -139,22 +184,27 @@ static void make_header(const float* x, int tokens, int dim, float* stat, uint8_
 
 static void seal_quantized(const SealArgs& a, int page, int head, uint8_t* header, uint8_t* payload) {
   const Layout& lay = *a.layout;
-  const int tokens = lay.page_size, dim = lay.head_dim;
+  const int tokens = lay.page_size, dim = lay.head_dim, unit = lay.scale_bits / 8;
   const HeadPage hp = head_page(lay, payload, head);
-  const auto half = [](const uint16_t* p) { return const_cast<uint16_t*>(p); };
   const auto byte = [](const uint8_t* p) { return const_cast<uint8_t*>(p); };
-  float* x = thread_workspace().get<float>(kSeal, size_t(tokens) * dim * 2 + 2 * dim);
-  float* stat = x + size_t(tokens) * dim;
-  uint8_t* codes = reinterpret_cast<uint8_t*>(stat + 2 * dim);
+  const int64_t k_entries = lay.k_scale.head_bytes / unit, v_entries = lay.v_scale.head_bytes / unit;
+  const int64_t room = (max_of(max_of(k_entries, v_entries), int64_t(dim)) + 15) / 16 * 16;
+  float* x = thread_workspace().get<float>(kSeal, size_t(tokens) * dim * 2 + 2 * room);
+  float *low = x + size_t(tokens) * dim, *high = low + room;
+  uint8_t* codes = reinterpret_cast<uint8_t*>(high + room);
   const int64_t first = a.src[page] + head * a.head_stride;
   const auto gather = [&](const void* src) {
     with_dtype(a.dtype, [&](auto dt) { gather_tokens<dt.value>(src, first, a.token_stride, tokens, dim, x); });
   };
+  const auto quantize = [&](int bits, int method, int group, int entries, const Params& p) {
+    find_range(x, tokens, dim, method, group, low, high);
+    make_params(entries, bits, byte(p.scale), byte(p.minimum), const_cast<uint16_t*>(p.base), low, high);
+    make_codes(x, tokens, dim, bits, method, group, low, high, codes);
+  };
 
   gather(a.k);
-  make_header(x, tokens, dim, stat, header + head * lay.header_head_bytes);
-  find_range(x, tokens, dim, lay.k_bits, lay.k_method, half(hp.k_scale), half(hp.k_min));
-  make_codes(x, tokens, dim, lay.k_bits, lay.k_method, hp.k_scale, hp.k_min, codes);
+  make_header(x, tokens, dim, low, header + head * lay.header_head_bytes);
+  quantize(lay.k_bits, lay.k_method, lay.k_group, k_entries, hp.k);
   pack_key_planes(codes, tokens, dim, lay.k_bits, byte(hp.plane0), byte(hp.plane1), byte(hp.low));
 
   gather(a.v);
@@ -163,8 +213,7 @@ static void seal_quantized(const SealArgs& a, int page, int head, uint8_t* heade
     for (int i = 0; i < tokens * dim; i += W)  // a rotated vector can be longer than the fp16 range
       store(x + i, vmin(vmax(load(x + i), set1(-65504.f)), set1(65504.f)));
   }
-  find_range(x, tokens, dim, lay.v_bits, lay.v_method, half(hp.v_scale), half(hp.v_min));
-  make_codes(x, tokens, dim, lay.v_bits, lay.v_method, hp.v_scale, hp.v_min, codes);
+  quantize(lay.v_bits, lay.v_method, lay.v_group, v_entries, hp.v);
   pack_value_codes(codes, tokens, dim, lay.v_bits, byte(hp.v_codes));
 }
 

@@ -251,7 +251,7 @@ struct SparsePlan {
       load_query(u, t.kv_head, g, n, q);
       for (int i = t.begin; i < t.end; i++) {
         const HeadPage now = page(i), next = page(min_of(i + 2, t.end - 1));
-        prefetch_run(next.k_scale, 2 * dim), prefetch_run(next.k_min, 2 * dim);
+        prefetch_params(lay.k_scale, next.k);
         alignas(64) float mass[W];
         switch (n) {
 #define KTX_CASE(N) case N: score_plane0<N>(lay, now, next.plane0, q, scratch, mass); break

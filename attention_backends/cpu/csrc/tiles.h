@@ -33,19 +33,15 @@ KTX_INLINE void each_nibble(F f) {
   f(Const<4>{}), f(Const<5>{}), f(Const<6>{}), f(Const<7>{});
 }
 
-// Scale and minimum of W codes: by channel or head broadcast, by token a vector (keys, whose lanes are tokens), and the
-// other way round for values.
-struct Affine {
-  vf scale, minimum;
-  KTX_MEMBER vf operator()(vf code) const { return fmadd(code, scale, minimum); }
-};
+// Scales and minima that a fill reads, in fp32: by channel one row [dim]; by token, keys [column][kTile] and values
+// [token][column] from the fill's first token on; by head one.
+struct TileScales {
+  static constexpr int kEntries = kMaxDim / 32 * kTile;
+  alignas(64) float scale[kEntries], minimum[kEntries];
 
-KTX_INLINE Affine broadcast_affine(const uint16_t* scale, const uint16_t* minimum, int i) {
-  return {set1(f16_to_f32(scale[i])), set1(f16_to_f32(minimum[i]))};
-}
-KTX_INLINE Affine vector_affine(const uint16_t* scale, const uint16_t* minimum, int i) {
-  return {load_f16(scale + i), load_f16(minimum + i)};
-}
+  KTX_MEMBER Affine one(int i) const { return {set1(scale[i]), set1(minimum[i])}; }  // for all lanes
+  KTX_MEMBER Affine vector(int i) const { return {load(scale + i), load(minimum + i)}; }
+};
 
 // The key codes of W tokens and channels 4*d4 + 0..3 + k*D/4 of all four k, as nibbles: `even` holds k = 0 (low) and
 // 2 (high nibble) of each byte, `odd` k = 1 and 3; the `low` words continue INT8 codes in the same places.
@@ -84,15 +80,15 @@ KTX_INLINE vf look_up(vi table, vi codes) {
 }
 
 // Keys of one page, INT4 with one scale a channel or head: 16 tokens x 2 channels a lookup.
-static void fill_keys_by_table(const Layout& lay, const HeadPage& page, int token, int count, const Tiles<MacBF16>& t,
-                               int at) {
+static void fill_keys_by_table(const Layout& lay, const HeadPage& page, const TileScales& scales, int token, int count,
+                               const Tiles<MacBF16>& t, int at) {
   const int dim = lay.head_dim, step = lay.k_method == kPerChannel;
   for (int d4 = 0; d4 < dim / 16; d4++) {
     vi tables[8];  // [k][0: channels 0 and 2, 1: channels 1 and 3]
     for (int i = 0; i < 8; i++) {
       const int c = 4 * d4 + i % 2 + i / 2 * dim / 4;
       const auto relative = [&](int channel) {
-        const Affine own = broadcast_affine(page.k_scale, page.k_min, channel * step);
+        const Affine own = scales.one(channel * step);
         return Affine{own.scale, own.minimum - set1(t.center[channel])};
       };
       tables[i] = pair_table(relative(c), relative(c + 2));
@@ -113,10 +109,10 @@ static void fill_keys_by_table(const Layout& lay, const HeadPage& page, int toke
   }
 }
 
-// Values of one page, INT4 with one scale a token or head: 16 channels x 2 tokens a lookup.
-static void fill_values_by_table(const Layout& lay, const HeadPage& page, int token, int count, const Tiles<MacBF16>& t,
-                                 int at) {
-  const int dim = lay.head_dim, step = lay.v_method == kPerToken;
+// Values of one page, INT4 with scales by token or head: 16 channels x 2 tokens a lookup.
+static void fill_values_by_table(const Layout& lay, const HeadPage& page, const TileScales& scales, int token, int count,
+                                 const Tiles<MacBF16>& t, int at) {
+  const int dim = lay.head_dim, group = lay.v_group, step = lay.v_method == kPerToken ? dim / group : 0;
   const __m512i shift = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4);
   const auto bytes = [](const uint8_t* p) {  // 8 bytes twice: the low nibbles are channels 0..7, the high 8..15
     int64_t x;
@@ -125,11 +121,12 @@ static void fill_values_by_table(const Layout& lay, const HeadPage& page, int to
   };
   for (int i = 0; i < count; i += 2) {
     const uint8_t *row = page.v_codes + int64_t(token + i) * (dim / 2), *next = row + dim / 2;
-    const vi table = pair_table(broadcast_affine(page.v_scale, page.v_min, (token + i) * step),
-                                broadcast_affine(page.v_scale, page.v_min, (token + i + 1) * step));
-    for (int c = 0; c < dim; c += 16) {
-      const vi codes = _mm512_srlv_epi32(ior(bytes(row + c / 2), sll<16>(bytes(next + c / 2))), shift);
-      store(t.value(at + i, c), look_up(table, codes));
+    for (int from = 0, column = 0; from < dim; from += group, column++) {
+      const vi table = pair_table(scales.one(i * step + column), scales.one((i + 1) * step + column));
+      for (int c = from; c < from + group; c += 16) {
+        const vi codes = _mm512_srlv_epi32(ior(bytes(row + c / 2), sll<16>(bytes(next + c / 2))), shift);
+        store(t.value(at + i, c), look_up(table, codes));
+      }
     }
   }
 }
@@ -138,19 +135,21 @@ static void fill_values_by_table(const Layout& lay, const HeadPage& page, int to
 
 // Keys of one page, W tokens at once, for every method.
 template <class Mac, int BITS, int METHOD>
-static void fill_keys_as(const Layout& lay, const HeadPage& page, int token, int count, const Tiles<Mac>& t, int at) {
+static void fill_keys_as(const Layout& lay, const HeadPage& page, const TileScales& scales, int token, int count,
+                         const Tiles<Mac>& t, int at) {
   const int dim = lay.head_dim;
   for (int i = 0; i < count; i += W) {
-    Affine shared = broadcast_affine(page.k_scale, page.k_min, 0);
-    if (METHOD == kPerToken) shared = vector_affine(page.k_scale, page.k_min, token + i);
     for (int d4 = 0; d4 < dim / 16; d4++) {
       const KeyNibbles n = key_nibbles(lay, page, d4, token + i);
+      Affine by_token[4];  // four channels side by side share them
+      for (int k = 0; METHOD == kPerToken && k < 4; k++)
+        by_token[k] = scales.vector((4 * d4 + k * (dim / 4)) / lay.k_group * kTile + i);
       vf value[2][8];  // [k % 2][2 * channel + k / 2]
       each_nibble([&](auto x) {
         constexpr int kN = decltype(x)::value;
         for (int odd = 0; odd < 2; odd++) {
           const int channel = 4 * d4 + kN / 2 + (odd + 2 * (kN % 2)) * (dim / 4);
-          Affine own = METHOD == kPerChannel ? broadcast_affine(page.k_scale, page.k_min, channel) : shared;
+          Affine own = METHOD == kPerToken ? by_token[odd + 2 * (kN % 2)] : scales.one(METHOD == kPerChannel ? channel : 0);
           if (Mac::kPack == 2) own.minimum = own.minimum - set1(t.center[channel]);
           value[odd][kN] = own(key_code<BITS, kN>(odd ? n.odd : n.even, odd ? n.low_odd : n.low_even));
         }
@@ -185,22 +184,20 @@ KTX_INLINE vf value_code(const uint8_t* row, int c) {
 }
 
 template <class Mac, int BITS, int METHOD>
-static void fill_values_as(const Layout& lay, const HeadPage& page, int token, int count, const Tiles<Mac>& t, int at) {
+static void fill_values_as(const Layout& lay, const HeadPage& page, const TileScales& scales, int token, int count,
+                           const Tiles<Mac>& t, int at) {
   const int dim = lay.head_dim;
-  const auto row_affine = [&](int row) {
-    return broadcast_affine(page.v_scale, page.v_min, METHOD == kPerToken ? row : 0);
-  };
+  const int group = METHOD == kPerToken ? lay.v_group : dim, step = METHOD == kPerToken ? dim / group : 0;
   for (int i = 0; i < count; i += Mac::kPack) {
     const uint8_t* row = page.v_codes + int64_t(token + i) * dim * BITS / 8;
-    const Affine first = row_affine(token + i), second = row_affine(token + i + Mac::kPack - 1);
-    for (int c = 0; c < dim; c += W) {
-      const Affine own = METHOD == kPerChannel ? vector_affine(page.v_scale, page.v_min, c) : first;
-      vf word = own(value_code<BITS>(row, c));
-      if constexpr (Mac::kPack == 2) {
-        const Affine other = METHOD == kPerChannel ? own : second;
-        word = Mac::pair(word, other(value_code<BITS>(row + dim * BITS / 8, c)));
+    for (int from = 0, column = 0; from < dim; from += group, column++) {
+      Affine own = scales.one(i * step + column), second = scales.one((i + Mac::kPack - 1) * step + column);
+      for (int c = from; c < from + group; c += W) {
+        if (METHOD == kPerChannel) own = second = scales.vector(c);
+        vf word = own(value_code<BITS>(row, c));
+        if constexpr (Mac::kPack == 2) word = Mac::pair(word, second(value_code<BITS>(row + dim * BITS / 8, c)));
+        store(t.value(at + i, c), word);
       }
-      store(t.value(at + i, c), word);
     }
   }
 }
@@ -212,34 +209,65 @@ template <class Mac>
 static bool find_center(const Layout& lay, const HeadPage& page, const Tiles<Mac>& t) {
   if (Mac::kPack == 1) return false;
   const float half = float((1 << lay.k_bits) - 1) / 2;
+  const Scales scales(page.k);
   for (int c = 0; c < t.dim; c++) {
-    float middle = 0;
-    if (lay.k_method == kPerChannel) middle = f16_to_f32(page.k_min[c]) + half * f16_to_f32(page.k_scale[c]);
+    float middle = 0, scale;
+    if (lay.k_method == kPerChannel) scales.read(c, &scale, &middle), middle += half * scale;
     t.center[c] = bf16_to_f32(f32_to_bf16(middle));
   }
   return lay.k_method == kPerChannel;
 }
 
-template <class Mac, int BITS>
-static void fill_keys(const Layout& lay, const HeadPage& page, int token, int count, const Tiles<Mac>& t, int at) {
-#if defined(KTX_HAS_BF16_DOT)
-  if constexpr (Mac::kPack == 2 && BITS == 4)
-    if (lay.k_method != kPerToken) return fill_keys_by_table(lay, page, token, count, t, at);
-#endif
-  if (lay.k_method == kPerChannel) fill_keys_as<Mac, BITS, kPerChannel>(lay, page, token, count, t, at);
-  else if (lay.k_method == kPerToken) fill_keys_as<Mac, BITS, kPerToken>(lay, page, token, count, t, at);
-  else fill_keys_as<Mac, BITS, kPerHead>(lay, page, token, count, t, at);
+// Calls fill(scales, token, count, at) with the scales that these tokens have in fp32: by channel once for each group.
+template <class F>
+KTX_INLINE void with_scales(int method, int group, int dim, bool keys, const Params& params, int token, int count,
+                            int at, F fill) {
+  TileScales s;
+  const Scales from(params);
+  const int columns = dim / group;
+  if (method == kPerChannel) {
+    for (int end = token + count, some; token < end; token += some, at += some) {
+      some = min_of(end, (token / group + 1) * group) - token;
+      expand(from, token / group * dim, dim, s.scale, s.minimum);
+      fill(s, token, some, at);
+    }
+    return;
+  }
+  if (method == kPerHead) from.read(0, s.scale, s.minimum);
+  else if (!keys) expand(from, token * columns, count * columns, s.scale, s.minimum);
+  else
+    for (int i = 0; i < columns; i++)
+      expand_column(from, i, columns, token, count, s.scale + i * kTile, s.minimum + i * kTile);
+  fill(s, token, count, at);
 }
 
 template <class Mac, int BITS>
-static void fill_values(const Layout& lay, const HeadPage& page, int token, int count, const Tiles<Mac>& t, int at) {
+static void fill_keys(const Layout& lay, const HeadPage& page, int first, int count, const Tiles<Mac>& t, int column) {
+  with_scales(lay.k_method, lay.k_group, lay.head_dim, true, page.k, first, count, column,
+              [&](const TileScales& s, int token, int n, int at) {
 #if defined(KTX_HAS_BF16_DOT)
-  if constexpr (Mac::kPack == 2 && BITS == 4)
-    if (lay.v_method != kPerChannel) return fill_values_by_table(lay, page, token, count, t, at);
+    if constexpr (Mac::kPack == 2 && BITS == 4)
+      if (lay.k_method != kPerToken) return fill_keys_by_table(lay, page, s, token, n, t, at);
 #endif
-  if (lay.v_method == kPerChannel) fill_values_as<Mac, BITS, kPerChannel>(lay, page, token, count, t, at);
-  else if (lay.v_method == kPerToken) fill_values_as<Mac, BITS, kPerToken>(lay, page, token, count, t, at);
-  else fill_values_as<Mac, BITS, kPerHead>(lay, page, token, count, t, at);
+    if (lay.k_method == kPerChannel) fill_keys_as<Mac, BITS, kPerChannel>(lay, page, s, token, n, t, at);
+    else if (lay.k_method == kPerToken) fill_keys_as<Mac, BITS, kPerToken>(lay, page, s, token, n, t, at);
+    else fill_keys_as<Mac, BITS, kPerHead>(lay, page, s, token, n, t, at);
+  });
+}
+
+template <class Mac, int BITS>
+static void fill_values(const Layout& lay, const HeadPage& page, int first, int count, const Tiles<Mac>& t,
+                        int column) {
+  with_scales(lay.v_method, lay.v_group, lay.head_dim, false, page.v, first, count, column,
+              [&](const TileScales& s, int token, int n, int at) {
+#if defined(KTX_HAS_BF16_DOT)
+    if constexpr (Mac::kPack == 2 && BITS == 4)
+      if (lay.v_method != kPerChannel) return fill_values_by_table(lay, page, s, token, n, t, at);
+#endif
+    if (lay.v_method == kPerChannel) fill_values_as<Mac, BITS, kPerChannel>(lay, page, s, token, n, t, at);
+    else if (lay.v_method == kPerToken) fill_values_as<Mac, BITS, kPerToken>(lay, page, s, token, n, t, at);
+    else fill_values_as<Mac, BITS, kPerHead>(lay, page, s, token, n, t, at);
+  });
 }
 
 // Tokens [token, token + count) of a sealed page to tile column `at`; whole groups of 16 tokens are written (a page has

@@ -28,11 +28,12 @@ KTX_INLINE void each_channel(int dim, F f) {
     }
 }
 
-// acc[r][permuted channel] += sum_t w[r][t] * code[t][channel] of INT4 codes.
+// acc[r][permuted channel] += sum_t w[r][t] * code[t][channel] of INT4 codes, tokens `row` bytes apart.
 template <int NR>
-static void add_values4(const uint8_t* codes, const uint8_t* next, int tokens, int dim, const float* w, float* acc) {
+static void add_values4(const uint8_t* codes, const uint8_t* next, int tokens, int row, int dim, const float* w,
+                        float* acc) {
   constexpr int NB = nibbles_at_once(NR);
-  const int row = dim / 2, dwords = dim / 8;
+  const int dwords = dim / 8;
   for (int v = 0; v * W < dwords; v++) {
     const int lanes = min_of(W, dwords - v * W);
     unroll<8 / NB>([&](auto pass) KTX_LAMBDA {
@@ -44,7 +45,7 @@ static void add_values4(const uint8_t* codes, const uint8_t* next, int tokens, i
       });
       for (int t = 0; t < tokens; t++) {
         const vi word = iload_first(codes + t * row + v * W * 4, lanes);
-        if (first == 0 && v == 0) prefetch_run(next + t * row, row);
+        if (first == 0 && v == 0) prefetch_run(next + t * row, dim / 2);
         vf x[NR];
         unroll<NR>([&](auto r) KTX_LAMBDA { x[r.value] = set1(w[r.value * kScoreStride + t]); });
         unroll<NB>([&](auto n) KTX_LAMBDA {
@@ -90,10 +91,11 @@ KTX_INLINE void add_rows(Read read, int tokens, int dim, const float* w, float* 
 }
 
 template <int NR>
-static void add_values8(const uint8_t* codes, const uint8_t* next, int tokens, int dim, const float* w, float* acc) {
+static void add_values8(const uint8_t* codes, const uint8_t* next, int tokens, int row, int dim, const float* w,
+                        float* acc) {
   add_rows<NR>([&](int t, int c) KTX_LAMBDA {
-    if (c % 64 == 0) fetch(next + t * dim + c);
-    return u8_to_float(codes + t * dim + c);
+    if (c % 64 == 0) fetch(next + t * row + c);
+    return u8_to_float(codes + t * row + c);
   }, tokens, dim, w, acc);
 }
 
@@ -151,10 +153,10 @@ KTX_INLINE void round_weights(WordWeights<NR>& out, const float* w, int tokens) 
 
 // acc[r][permuted channel] += sum_t w[r][t] * code[t][channel], two tokens to a product.
 template <int NR, int BITS>
-static void integer_values(const uint8_t* codes, const uint8_t* next, int tokens, int dim, const WordWeights<NR>& w,
-                           float* acc) {
+static void integer_values(const uint8_t* codes, const uint8_t* next, int tokens, int row, int dim,
+                           const WordWeights<NR>& w, float* acc) {
   constexpr int N = 32 / BITS, NB = min_of(N / 2, nibbles_at_once(NR));  // codes of a dword; of one pass
-  const int row = dim * BITS / 8, dwords = dim / N;
+  const int dwords = dim / N;
   for (int v = 0; v * W < dwords; v++) {
     const int lanes = min_of(W, dwords - v * W);
     unroll<N / NB>([&](auto pass) KTX_LAMBDA {
@@ -165,7 +167,7 @@ static void integer_values(const uint8_t* codes, const uint8_t* next, int tokens
       for (int t = 0; t < tokens; t += 2) {
         const uint8_t* at = codes + t * row + v * W * 4;
         const vi a = iload_first(at, lanes), b = iload_first(at + row, lanes);
-        if (pass.value == 0 && v == 0) prefetch_run(next + t * row, 2 * row);
+        if (pass.value == 0 && v == 0) prefetch_run(next + t * row, row + dim / N * 4);
         const vi both = high ? high_halves(a, b) : low_halves(a, b);
         vi x[NR];
         unroll<NR>([&](auto r) KTX_LAMBDA { x[r.value] = broadcast_pair(w.word[r.value] + t); });
@@ -192,7 +194,7 @@ static void integer_values(const uint8_t* codes, const uint8_t* next, int tokens
 template <int NR>
 KTX_INLINE void round_weights(WordWeights<NR>&, const float*, int) {}
 template <int NR, int BITS>
-static void integer_values(const uint8_t*, const uint8_t*, int, int, const WordWeights<NR>&, float*) {}
+static void integer_values(const uint8_t*, const uint8_t*, int, int, int, const WordWeights<NR>&, float*) {}
 
 #endif
 
