@@ -79,12 +79,14 @@ def make_batch(
     seal_tail=False,
     offset=2.0,
     page_spread=0.0,
+    uneven=1.0,
     seed=0,
 ) -> Batch:
     """`rows`: (fresh tokens, context) of each sequence.
 
     Of every row the partial page and `extra_open` full ones before it are open (`seal_tail`: none is); garbage (NaN)
-    lies behind the context's end in open pages. `page_spread`: how far the mean keys of pages lie apart.
+    lies behind the context's end in open pages. `page_spread`: how far the mean keys of pages lie apart. `uneven`: how
+    much larger every 16th channel of the keys, and smaller of the queries, and every 16th token's values are.
     """
     gen = torch.Generator().manual_seed(seed)
 
@@ -103,6 +105,8 @@ def make_batch(
     if page_spread:
         keys = (keys.float() + page_spread * normal(num_blocks, kv_heads, 1, dim)).to(dtype)
     values = normal(num_blocks, kv_heads, page_size, dim).to(dtype)
+    keys[..., ::16] *= uneven
+    values[:, :, ::16] *= uneven
     opened = []
     for row, (_, context) in enumerate(rows):
         own = blocks[sum(counts[:row]) : sum(counts[: row + 1])]
@@ -123,6 +127,8 @@ def make_batch(
     headers, payload[slots] = KVCacheQuantizer(layout).seal(keys, values)
     wide = normal(tokens, q_heads + 1, dim).to(dtype)  # rows with a gap between
     fresh_keys = (normal(tokens, kv_heads, dim) + shift.transpose(0, 1)).to(dtype)
+    fresh_keys[..., ::16] *= uneven
+    wide[..., ::16] /= uneven
     inputs = {
         "q": wide[:, :q_heads],
         "k": fresh_keys,

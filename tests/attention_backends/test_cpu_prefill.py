@@ -106,6 +106,13 @@ def test_large_key_offsets():
     check(batch, q=batch.inputs["q"] * 0.25)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_uneven_channels_and_tokens(bits, dtype):
+    """Large channels and tokens take no precision from small ones that weigh as much."""
+    check(make_batch([(37, 300)], make_format(bits, bits), dtype=dtype, uneven=30.0, page_spread=1.0))
+
+
 def test_payload_slot_defaults_to_block():
     check(make_batch([(10, 200)], scattered_slots=False))
 

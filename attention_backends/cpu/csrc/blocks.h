@@ -13,12 +13,6 @@ constexpr int kSamples = kBlockQueries / kSampleStep;         // of each head
 constexpr int kBatch = 4, kBatches = kSamples / kBatch;       // samples that share each pass over plane 0
 constexpr int kFreshPage = 64;                                // fresh tokens weighed as one page
 
-struct MacWords {  // words are pairs of int16, sums int32
-  static constexpr int kPack = 2;
-  using Sum = Sums;
-  KTX_INLINE Sum step(Sum acc, vf a, vf b) { return (Sum)dot_words((vi)acc, as_int(a), as_int(b)); }
-};
-
 struct BlockChoice {
   const AttentionArgs& a;
   const SparseArgs& s;
@@ -33,7 +27,7 @@ struct BlockChoice {
   float* q = nullptr;                          // [kBatch] vectors
   float *asked = nullptr, *steps = nullptr;    // [rows][2 * half] words, [samples][2]: all samples folded
   float *tile = nullptr, *dots = nullptr;      // [2 * half][kStrip]: headers of kStrip pages; [2][rows][kStrip]
-  float *zeros = nullptr, *known = nullptr, *covered = nullptr;  // [rows], [samples], [samples]
+  float *known = nullptr, *covered = nullptr;  // [samples]
   Spread* spread = nullptr;                    // [samples]
   Masses masses{};
 
@@ -72,7 +66,6 @@ struct BlockChoice {
       }
     }
     std::memset(asked + int64_t(samples) * 2 * half, 0, sizeof(float) * (rows - samples) * 2 * half);
-    std::memset(zeros, 0, sizeof(float) * rows);
   }
 
   const uint8_t* header(int page) const {
@@ -111,7 +104,7 @@ struct BlockChoice {
     float* part[2] = {dots, dots + int64_t(rows) * kStrip};
     for (int k = 0; k < 2; k++)
       multiply<MacWords, false>(asked + k * half, 2 * half, tile + k * half * kStrip, 0, half, part[k], kStrip, rows,
-                                columns, zeros);
+                                columns);
     alignas(64) float scale[2][kStrip] = {};
     for (int i = 0; i < n; i++) {
       uint16_t scales[2];
@@ -251,7 +244,7 @@ struct BlockChoice {
     q = take(kBatch * kQueryStride);
     asked = take(int64_t(rows) * 2 * half), steps = take(2 * samples);
     tile = take(int64_t(2) * half * kStrip), dots = take(int64_t(2) * rows * kStrip);
-    zeros = take(rows), known = take(samples), covered = take(samples);
+    known = take(samples), covered = take(samples);
     spread = reinterpret_cast<Spread*>(take(samples * int64_t(sizeof(Spread) / sizeof(float))));
     masses.rank = take(stride), masses.log_mass = take(samples * stride);
     masses.shares = take((s.scoring == kScoreHeader ? group : samples) * stride);

@@ -156,7 +156,8 @@ KTX_INLINE void store_low16(uint16_t* p, vi x) {
 KTX_INLINE void store_low8(uint8_t* p, vi x) {  // the low byte of each lane, W bytes
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
 }
-KTX_INLINE vf scale_by_power(vf x, vf n) { return _mm512_scalef_ps(x, n); }  // x * 2^n for integral n
+KTX_INLINE vf scale_by_power(vf x, vf n) { return _mm512_scalef_ps(x, n); }  // x * 2^n, n integral
+KTX_INLINE vf fraction(vf x) { return _mm512_reduce_ps(x, 9); }               // x - floor(x); of -inf 0
 template <int N>
 KTX_INLINE vi sra(vi x) { return _mm512_srai_epi32(x, N); }
 KTX_INLINE vi isub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
@@ -255,6 +256,7 @@ KTX_INLINE void store_low8(uint8_t* p, vi x) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(h, h));
 }
 KTX_INLINE vf scale_by_power(vf x, vf n) { return x * as_float(sll<23>(iadd(to_int(n), iset1(127)))); }
+KTX_INLINE vf fraction(vf x) { return x - _mm256_round_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 template <int N>
 KTX_INLINE vi sra(vi x) { return _mm256_srai_epi32(x, N); }
 KTX_INLINE vi isub(vi a, vi b) { return _mm256_sub_epi32(a, b); }
@@ -324,6 +326,7 @@ KTX_INLINE vi byte_lane(vi x) { return srl<24>(sll<24 - 8 * I>(x)); }
 KTX_INLINE void store_low16(uint16_t* p, vi x) { for (int i = 0; i < W; i++) p[i] = uint16_t(x[i]); }
 KTX_INLINE void store_low8(uint8_t* p, vi x) { for (int i = 0; i < W; i++) p[i] = uint8_t(x[i]); }
 KTX_INLINE vf scale_by_power(vf x, vf n) { return x * as_float(sll<23>(iadd(to_int(n), iset1(127)))); }
+KTX_INLINE vf fraction(vf x) { return each([=](int i) { return x[i] - __builtin_floorf(x[i]); }); }
 template <int N>
 KTX_INLINE vi sra(vi x) { return x >> N; }
 KTX_INLINE vi isub(vi a, vi b) { return a - b; }
