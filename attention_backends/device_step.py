@@ -7,6 +7,7 @@ device is read here, but in `Accounts.flush`, which no step calls.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,9 @@ ALIGNED = 16  # bytes: Triton compiles a kernel once more for pointers that aren
 
 def send(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
     """`arrays`, 1-D, as tensors on `device`, by one copy that nobody waits for."""
-    ends = np.cumsum([-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays]).tolist()
-    buffer = np.empty(ends[-1] if ends else 0, np.uint8)
-    places = [slice(start, start + a.nbytes) for start, a in zip([0, *ends], arrays, strict=False)]
+    starts = [0, *accumulate(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)]
+    buffer = np.empty(starts.pop(), np.uint8)
+    places = [slice(start, start + array.nbytes) for start, array in zip(starts, arrays, strict=True)]
     for place, array in zip(places, arrays, strict=True):
         buffer[place].view(array.dtype)[:] = array
     there = _compat.upload(buffer, device)
