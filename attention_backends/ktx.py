@@ -321,7 +321,7 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         if self.tiers is not None:
             begun = pages.block_of[plan.append[plan.append[:, 2] == 0, 1]]  # blocks that held something else before
             STATS.record_tiers(self.tiers.begin_step(table[:, 0].tobytes(), begun[begun >= 0]))
-        if self.counts_steps:
+        if self.counts_steps and not (host_table is not None and host_table.dummy):
             STATS.record_step(cu_q, context, pages.take_stats())
         sparse, audit, context_pages = self._sparse_step(cu_q, context)
         arrays = {"cu_q": (cu_q,), "context": (context,), "context_pages": (context_pages,), **_plan_columns(plan)}

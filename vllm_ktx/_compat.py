@@ -171,10 +171,10 @@ def wrap_model_runner() -> None:
 class HostTable:
     """Block ids of a step's rows in host memory: `[row]` gives a row, `[rows, pages]` entries, as of a table
     `[rows, max_pages]`. `ids` int32 `[requests, max_pages]`; row i is `ids[index[i]]`. Copies no row that isn't asked
-    for."""
+    for. `dummy`: the step has no requests."""
 
-    def __init__(self, ids: npt.NDArray[np.int32], index: npt.NDArray[np.intp]) -> None:
-        self._ids, self._index = ids, index
+    def __init__(self, ids: npt.NDArray[np.int32], index: npt.NDArray[np.intp], dummy: bool = False) -> None:
+        self._ids, self._index, self.dummy = ids, index, dummy
 
     def __getitem__(self, at: Any) -> npt.NDArray[np.int32]:
         rows, *pages = at if isinstance(at, tuple) else (at,)
@@ -211,7 +211,7 @@ def mirror_block_tables() -> None:
 
     def carry(name: str, step_tables: Any, tables: Any) -> Any:
         for ours, table in zip(step_tables, tables, strict=True):
-            ours.ktx_host = getattr(table, name)
+            ours.ktx_host, ours.ktx_dummy = getattr(table, name), name == "ktx_null"
         return step_tables
 
     @functools.wraps(gather)
@@ -231,7 +231,8 @@ def host_table(common: Any) -> HostTable | None:
     """The step's block ids in host memory, of a `CommonAttentionMetadata` of the V2 model runner; None: it has none
     (the V1 runner's table on the CPU can be read as it is)."""
     ids = getattr(common.block_table_tensor, "ktx_host", None)
-    return None if ids is None else HostTable(ids, common.req_idx)
+    dummy = getattr(common.block_table_tensor, "ktx_dummy", False)
+    return None if ids is None else HostTable(ids, common.req_idx, dummy)
 
 
 def upload(data: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

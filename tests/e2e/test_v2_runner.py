@@ -53,7 +53,8 @@ def steps(monkeypatch):
                 assert (table[row][:used] == common.block_table_tensor[row, :used].numpy()).all()
             assert (meta.context.numpy() == common.seq_lens.numpy() - counts).all()
             assert (meta.open_slot.numpy() == self._open_pages.slot_of).all()
-            seen[int((table[np.arange(rows), 0] == 0).all())] += 1
+            assert table.dummy == (table[np.arange(rows), 0] == 0).all()
+            seen[table.dummy] += 1
         self._open_pages.check_integrity()
         return meta
 
@@ -91,7 +92,8 @@ def test_v2_runs_the_same_steps_as_v1(retrieval_small, monkeypatch, steps):
     assert steps[0] > 50 and steps[1] >= 2
     assert v2_tokens == tokens and v2_logprobs == pytest.approx(logprobs, abs=1e-4)
     assert preempted == v2_preempted > 0
-    for name in ("appended_tokens", "sealed", "sparse_rows", "sparse_pages_read", "audited_rows"):
+    exact = ("steps", "prefill_tokens", "decode_tokens", "context_tokens", "appended_tokens", "sealed", "sparse_rows")
+    for name in (*exact, "sparse_pages_read", "audited_rows"):
         assert v2_counted[name] == counted[name] > 0, name
     for name in ("dropped_mass", "audited_recall", "audited_claim", "audited_error"):
         assert v2_counted[name] == pytest.approx(counted[name], rel=1e-4, abs=1e-4), name
@@ -99,7 +101,8 @@ def test_v2_runs_the_same_steps_as_v1(retrieval_small, monkeypatch, steps):
 
 @pytest.mark.slow
 def test_triton_kernels_under_v2(retrieval_small, monkeypatch, steps):
-    tokens, logprobs, *_ = said(monkeypatch, "0", retrieval_small, SPARSE, IDS[:2], {}, tokens=3)
-    triton = {**SPARSE, "kernels": "triton"}
-    v2_tokens, v2_logprobs, *_ = said(monkeypatch, "1", retrieval_small, triton, IDS[:2], {}, tokens=3)
-    assert v2_tokens == tokens and v2_logprobs == pytest.approx(logprobs, abs=1e-3)
+    ids, ktx = [IDS[0][:20], IDS[3]], SPARSE | {"audit_rate": 0.0}
+    tokens, logprobs, counted, _ = said(monkeypatch, "0", retrieval_small, ktx, ids, {}, tokens=2)
+    triton = said(monkeypatch, "1", retrieval_small, ktx | {"kernels": "triton"}, ids, {}, tokens=2)
+    assert triton[0] == tokens and triton[1] == pytest.approx(logprobs, abs=1e-3)
+    assert triton[2]["sparse_rows"] == counted["sparse_rows"] > 0 and steps[0] > 3
