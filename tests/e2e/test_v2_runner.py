@@ -101,7 +101,7 @@ def test_v2_runs_the_same_steps_as_v1(retrieval_small, monkeypatch, steps):
 
 @pytest.mark.slow
 def test_triton_kernels_under_v2(retrieval_small, monkeypatch, steps):
-    ids, ktx = [IDS[0][:20], IDS[3]], SPARSE | {"audit_rate": 0.0}
+    ids, ktx = [IDS[0][:20], IDS[1]], SPARSE | {"audit_rate": 0.0}
     tokens, logprobs, counted, _ = said(monkeypatch, "0", retrieval_small, ktx, ids, {}, tokens=2)
     triton = said(monkeypatch, "1", retrieval_small, ktx | {"kernels": "triton"}, ids, {}, tokens=2)
     assert triton[0] == tokens and triton[1] == pytest.approx(logprobs, abs=1e-3)
