@@ -41,7 +41,7 @@ class OneWay(TorchDispatchMode):
     def upload(self, data, device):
         self.uploads, self.open = self.uploads + 1, True
         try:
-            return upload(data, device)
+            return upload(data, CPU).to(device)  # vLLM's own copies to the CPU alone once a CPU worker ran
         finally:
             self.open = False
 
