@@ -174,10 +174,10 @@ def kernels_for(choice: str, fmt: KVFormat) -> Kernels:
     missing = chosen.unserved(fmt)
     if missing is None:
         return chosen
-    if choice != "auto":
+    if choice != "auto" or chosen.name == "triton":
         raise RuntimeError(
             f"ktx.kernels={choice!r}: these kernels don't have {missing} (format {fmt.name}: {fmt.scales}). Use the "
-            "format's own scales, or set ktx.kernels to 'auto' (torch, many times slower)."
+            "format's own scales, or (on a CPU) set ktx.kernels to 'auto' (torch, many times slower)."
         )
     logger.warning(
         "KTX: no native kernels for %s (format %s: %s): plain torch serves this model's attention, many times slower. "

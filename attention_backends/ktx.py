@@ -1,9 +1,10 @@
 """The KTX backend as vLLM sees it: backend, metadata builder and implementation for dense (MHA / GQA) decoder models.
 
 vLLM hands out block ids; the builder plans per step which pages are appended to, sealed or reopened (`OpenPages`),
-and every layer carries the plan out on its own memory and attends. One layer's KV tensor, which vLLM allocates and
-accounts, is carved into payloads, of all pages or (`Tiers`) of those in use, followed by all pages' headers. Open pages
-live beside it, in the model's dtype.
+and every layer carries the plan out on its own memory and attends. Planning is the host's, also where a device holds
+the block tables: it reads copies that vLLM's runner made on their way there (`_compat.host_table`), never the device.
+One layer's KV tensor, which vLLM allocates and accounts, is carved into payloads, of all pages or (`Tiers`) of those in
+use, followed by all pages' headers. Open pages live beside it, in the model's dtype.
 
 The only upward import is `vllm_ktx`'s settings and counters; kernels and page formats know nothing of vLLM.
 """
@@ -20,8 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -35,16 +38,17 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from .. import _compat
-from ..config import FORMAT_OF_CACHE_DTYPE, KtxConfig
+from ..config import DEFAULT_PAGE_SIZE, FORMAT_OF_CACHE_DTYPE, KtxConfig
 from ..kv_quant import KVFormat, PageLayout, hadamard
-from ..metrics import STATS, TRACES
+from ..metrics import ON_DEVICE, STATS, TRACES
 from ..offload import OpenPages, StepPlan, TierFault, Trace
 from ..plan import log_memory_plan
-from ..plugin import ktx_config
+from ..plugin import MIN_CAPABILITY, ktx_config
 from ..tiering import engine_plan
 from .audit import Audit
+from .device_step import Accounts, DeviceSlots, send
 from .kernels import Heads, Kernels, kernels_for, prefill_kernels
-from .layer_memory import LayerMemory, carve
+from .layer_memory import LayerMemory, carve, make_open_pages
 from .selection import SparseSettings
 from .tiered import LayerPages, Tiers
 
@@ -67,6 +71,8 @@ class _Seen:
 
 
 _seen: _Seen | None = None
+WORKSPACE_BYTES = 256 << 20  # what attention's kernels hold on a device at once, about
+MIN_WIDTH = 16  # of a block table on a device, pages
 AUDITED_LAYERS = 4  # an audited step recomputes every fourth layer, another one each time
 
 
@@ -95,8 +101,20 @@ class KTXBackend(AttentionBackend):
         return [MultipleOf(32)]
 
     @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return DEFAULT_PAGE_SIZE  # asked on CUDA, after the layers were made, where the user gave none
+
+    @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return head_size % 16 == 0 and 16 <= head_size <= 512
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
+        return capability is None or capability.to_int() >= MIN_CAPABILITY
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # steps are planned on the host
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -146,13 +164,28 @@ def page_layout(spec: AttentionSpec, fmt: KVFormat, model_dtype: torch.dtype) ->
     return PageLayout(fmt, spec.block_size, spec.num_kv_heads, spec.head_size, model_dtype.itemsize)
 
 
+def draft_tokens(vllm_config: VllmConfig) -> int:
+    """Most drafts in one row's step."""
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens or 0)
+
+
+def open_capacity(vllm_config: VllmConfig, layout: PageLayout, num_blocks: int = 1 << 30) -> int:
+    """Open slots that any step of this engine can do with."""
+    scheduler = vllm_config.scheduler_config
+    rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    per_row = OpenPages.slots_per_row(layout.page_size, layout.fmt.residual_pages, draft_tokens(vllm_config))
+    return min(rows * per_row + 1, num_blocks)
+
+
 @dataclass
 class KTXMetadata(AttentionMetadata):
-    """One step of one KV cache group; the same for all its layers. int32 tensors unless said otherwise.
+    """One step of one KV cache group; the same for all its layers. Tensors on the layers' device, int32 unless said
+    otherwise.
 
     `cu_q` `[rows + 1]`, `context` `[rows]`, `block_table` `[rows, max_pages]`, `open_slot` `[num_blocks]`. `sparse`:
     None too where no row of the step is long enough to leave a page out; `context_pages` `[tokens]` (int64) is then
-    empty.
+    empty. `max_query_len`, `accounts`: where the step was planned from host copies of a device's tables.
     """
 
     num_tokens: int
@@ -165,12 +198,14 @@ class KTXMetadata(AttentionMetadata):
     sparse: SparseSettings | None
     context_pages: torch.Tensor
     audit: int | None  # which of every AUDITED_LAYERS layers are recomputed densely; None: this step isn't audited
-    evict: list[tuple[int, int, int]]
-    reopen: list[tuple[int, int]]
-    append: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    evict: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # slot (int64), block, valid tokens
+    reopen: tuple[torch.Tensor, torch.Tensor] | None  # slot, block (int64)
+    append: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # token, slot, offset
     seal_fresh: tuple[torch.Tensor, torch.Tensor] | None  # first token (int64), block
     seal_open: tuple[torch.Tensor, torch.Tensor] | None  # slot (int64), block
     tiers: Tiers | None = None  # where not all pages are resident
+    max_query_len: int | None = None
+    accounts: Accounts | None = None
     lost: set[int] = field(default_factory=set)  # blocks that couldn't be had in this step
 
     def count_votes(self, chosen: torch.Tensor) -> torch.Tensor:
@@ -194,7 +229,10 @@ class KTXMetadata(AttentionMetadata):
 
 
 class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
-    """Plans each step on the CPU from block tables and lengths."""
+    """Plans each step on the host from block tables and lengths.
+
+    A plan isn't part of a CUDA graph, so attention runs between the graphs of the other layers' parts.
+    """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
@@ -221,18 +259,18 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         self._bound = (0, 0)  # address and blocks of the cache
         STATS.publish()
         log_memory_plan(
-            vllm_config, self.layout, len(layer_names), self._capacity(1 << 30), self.sparse, self.tier_plan
+            vllm_config,
+            self.layout,
+            len(layer_names),
+            open_capacity(vllm_config, self.layout),
+            self.sparse,
+            self.tier_plan,
         )
-
-    def _capacity(self, num_blocks: int) -> int:
-        scheduler = self.vllm_config.scheduler_config
-        rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        per_row = OpenPages.slots_per_row(self.layout.page_size, self.layout.fmt.residual_pages, self._draft_tokens())
-        return min(rows * per_row + 1, num_blocks)
-
-    def _draft_tokens(self) -> int:
-        speculative = self.vllm_config.speculative_config
-        return 0 if speculative is None else int(speculative.num_speculative_tokens or 0)
+        for name in layer_names:
+            layers[name].impl.unbind()  # a profiling cache of before
+        self._sparse_layers = [i for i in map(layer_index, layer_names) if i >= config.dense_layers]
+        self._device_slots: DeviceSlots | None = None
+        self._accounts: Accounts | None = None
 
     def bind(self) -> OpenPages:
         """The map of open pages and the tiers, made anew when vLLM binds another cache (a profiling cache comes first
@@ -243,7 +281,9 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         if self._open_pages is None or self._bound != (first.data_ptr(), num_blocks):
             self._bound = first.data_ptr(), num_blocks
             size, residual = self.layout.page_size, self.layout.fmt.residual_pages
-            self._open_pages = OpenPages(num_blocks, self._capacity(num_blocks), size, residual, self._draft_tokens())
+            capacity = open_capacity(self.vllm_config, self.layout, num_blocks)
+            self._open_pages = OpenPages(num_blocks, capacity, size, residual, draft_tokens(self.vllm_config))
+            self._device_slots = None
             if self.tier_plan.overcommit > 1:
                 self._open_tiers(context, num_blocks)
         return self._open_pages
@@ -269,61 +309,95 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
     ) -> KTXMetadata:
         common = common_attn_metadata
         pages = self.bind()
-        cu_q = common.query_start_loc_cpu.to(torch.int32)
-        context = common.seq_lens.to(torch.int32) - cu_q.diff()
-        table = common.block_table_tensor
+        device_table, host_table = common.block_table_tensor, _compat.host_table(common)
+        cu_q = common.query_start_loc_cpu.to(torch.int32).numpy()
+        table: Any  # numpy's, or what is indexed as such
+        if host_table is not None:
+            lengths, table = common.seq_lens_cpu_upper_bound, host_table  # exact but for drafts of an unfinished step
+        elif device_table.device.type == "cpu":
+            lengths, table = common.seq_lens, device_table.numpy()
+        else:
+            raise RuntimeError("KTX has no host copy of this step's block table: vLLM's V2 model runner didn't make it")
+        context = lengths.numpy()[: len(cu_q) - 1].astype(np.int32) - np.diff(cu_q)
         prefilling = None if common.is_prefilling is None else common.is_prefilling.numpy()
-        plan = pages.plan(cu_q.numpy(), context.numpy(), table.numpy(), prefilling)
+        plan = pages.plan(cu_q, context, table, prefilling)
         if self.tiers is not None:
             begun = pages.block_of[plan.append[plan.append[:, 2] == 0, 1]]  # blocks that held something else before
-            STATS.record_tiers(self.tiers.begin_step(table[:, 0].numpy().tobytes(), begun[begun >= 0]))
-        if self.counts_steps:
-            STATS.record_step(cu_q.numpy(), context.numpy(), pages.take_stats())
+            STATS.record_tiers(self.tiers.begin_step(table[:, 0].tobytes(), begun[begun >= 0]))
+        if self.counts_steps and not (host_table is not None and host_table.dummy):
+            STATS.record_step(cu_q, context, pages.take_stats())
+        sparse, audit, context_pages = self._sparse_step(cu_q, context)
+        arrays = {"cu_q": (cu_q,), "context": (context,), "context_pages": (context_pages,), **_plan_columns(plan)}
+        if host_table is None:
+            parts: dict[str, Any] = {name: tuple(map(torch.from_numpy, columns)) for name, columns in arrays.items()}
+            parts |= {"block_table": device_table, "open_slot": torch.from_numpy(pages.slot_of)}
+        else:
+            parts = self._send_step(common, pages, arrays, context, sparse is not None)
+        parts |= {name: parts[name][0] for name in ("cu_q", "context", "context_pages")}
+        parts |= {name: parts[name] or None for name in _COLUMNS}
         meta = KTXMetadata(
             num_tokens=common.num_actual_tokens,
-            cu_q=cu_q,
-            context=context,
-            block_table=table,
-            open_slot=torch.from_numpy(pages.slot_of),
             open_capacity=pages.capacity,
             layout=self.layout,
             tiers=self.tiers,
-            **self._sparse_step(cu_q, context),
-            **_plan_tensors(plan),
+            sparse=sparse,
+            audit=audit,
+            **parts,
         )
         if self.tiers is not None and (unplaced := self.tiers.take_unplaced()):
             self.tiers.note_faults(unplaced)
             meta.drop_context(unplaced)
         return meta
 
-    def _sparse_step(self, cu_q: torch.Tensor, context: torch.Tensor) -> dict[str, Any]:
-        """The step's share of sparse attention: none where every row reads all its pages anyway."""
+    def _sparse_step(self, cu_q: Any, context: Any) -> tuple[SparseSettings | None, int | None, Any]:
+        """The step's sparse attention, audit and pages by token: none where every row reads all its pages anyway."""
         sparse, size = self.sparse, self.layout.page_size
-        longest = int((context + cu_q.diff()).max()) if len(context) else 0
+        longest = int((context + np.diff(cu_q)).max()) if len(context) else 0
         first, last = (0, 0) if sparse is None else sparse.candidates(longest, longest, size)
         if first == last:
-            return {"sparse": None, "context_pages": torch.empty(0, dtype=torch.int64), "audit": None}
-        pages = torch.repeat_interleave(-(-context.long() // size), cu_q.diff().long())
-        audit = self.audit.next_turn(min(AUDITED_LAYERS, self.vllm_config.model_config.get_total_num_hidden_layers()))
-        return {"sparse": sparse, "context_pages": pages, "audit": audit}
+            return None, None, np.empty(0, np.int64)
+        pages = np.repeat(-(-context.astype(np.int64) // size), np.diff(cu_q))
+        layers = self.vllm_config.model_config.get_total_num_hidden_layers()
+        return sparse, self.audit.next_turn(min(AUDITED_LAYERS, layers)), pages
+
+    def _send_step(
+        self, common: CommonAttentionMetadata, pages: OpenPages, arrays: dict[str, tuple], context: Any, sparse: bool
+    ) -> dict[str, Any]:
+        """The step's arrays as tensors on the device, and what else its metadata has there."""
+        device = common.block_table_tensor.device
+        if self._device_slots is None:
+            self._device_slots = DeviceSlots(len(pages.slot_of), device)
+            self._accounts = Accounts(self._sparse_layers, self.layout.num_kv_heads, device)
+            ON_DEVICE.add(self._accounts)
+        assert self._accounts is not None
+        arrays = {**arrays, "changed": self._device_slots.changes(pages.slot_of)}
+        sent = iter(send([column for columns in arrays.values() for column in columns], device))
+        parts: dict[str, Any] = {name: tuple(next(sent) for _ in columns) for name, columns in arrays.items()}
+        self._device_slots.apply(*parts.pop("changed"))
+        self._accounts.begin_step(parts["context_pages"][0] if sparse else None)
+        # Kernels' grids follow from the table's width: a power of two makes few of them.
+        used = -(-int(context.max(initial=1)) // self.layout.page_size)
+        width = max(MIN_WIDTH, 1 << (used - 1).bit_length())
+        parts["block_table"] = common.block_table_tensor[: len(context), :width]
+        parts |= {"open_slot": self._device_slots.tensor, "accounts": self._accounts}
+        return {**parts, "max_query_len": common.max_query_len}
 
 
-def _plan_tensors(plan: StepPlan) -> dict[str, Any]:
-    """The plan as the kernels take it; None for a step that has nothing of a kind."""
+# Columns of each part of a plan, as the kernels take them.
+_COLUMNS = {
+    "evict": (np.int64, np.int32, np.int32),
+    "reopen": (np.int64, np.int64),
+    "append": (np.int32, np.int32, np.int32),
+    "seal_fresh": (np.int64, np.int32),
+    "seal_open": (np.int64, np.int32),
+}
 
-    def columns(rows: Any, first: torch.dtype = torch.int32) -> tuple[torch.Tensor, ...] | None:
-        if not len(rows):
-            return None
-        tensors = [torch.from_numpy(rows[:, i].copy()) for i in range(rows.shape[1])]
-        return tensors[0].to(first), *tensors[1:]
 
-    return {
-        "evict": [tuple(row) for row in plan.evict.tolist()],
-        "reopen": [tuple(row) for row in plan.reopen.tolist()],
-        "append": columns(plan.append),
-        "seal_fresh": columns(plan.seal_fresh, torch.int64),
-        "seal_open": columns(plan.seal_open, torch.int64),
-    }
+def _plan_columns(plan: StepPlan) -> dict[str, tuple[Any, ...]]:
+    """The plan's arrays by column; empty for what a step has nothing of."""
+    parts = ((name, getattr(plan, name), kinds) for name, kinds in _COLUMNS.items())
+    return {name: tuple(rows[:, i].astype(kind) for i, kind in enumerate(kinds)) if len(rows) else ()
+            for name, rows, kinds in parts}  # fmt: skip
 
 
 class KTXImpl(AttentionImpl[KTXMetadata]):
@@ -349,8 +423,10 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.softcap = float(logits_soft_cap or 0.0)
-        vllm_config = get_current_vllm_config()
+        self.vllm_config = vllm_config = get_current_vllm_config()
         config = ktx_config(vllm_config)
+        if vllm_config.use_v2_model_runner:
+            _compat.mirror_block_tables()  # before it makes them
         self.dense_layers = config.dense_layers
         self.model_dtype = vllm_config.model_config.dtype
         fmt, page_size = config.kv_format(vllm_config.cache_config.cache_dtype), vllm_config.cache_config.block_size
@@ -368,6 +444,7 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
             _compat.wrap_model_runner()  # before it makes the cache
         self.pages: LayerPages | None = None
         self._memory: LayerMemory | None = None
+        self._reserved: torch.Tensor | None = None
 
     def forward(
         self,
@@ -383,6 +460,8 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
     ) -> torch.Tensor:
         """`query` `[tokens, heads, head_size]`, `key`, `value` `[tokens, kv_heads, head_size]`; writes `output`."""
         if attn_metadata is None:  # vLLM measures memory with dummy tokens before there is a cache
+            if query.device.type != "cpu":
+                self._reserve(layer_index(layer.layer_name), query.device)
             return output
         meta, tokens = attn_metadata, attn_metadata.num_tokens
         memory = self._bind(kv_cache, meta)
@@ -400,6 +479,8 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         def attend(to: torch.Tensor, **more: Any) -> None:
             where = (meta.cu_q, meta.context, meta.block_table, meta.open_slot, memory.payload, memory.open_pages)
             more |= memory.paged
+            if meta.max_query_len is not None and self.kernels.name == "triton":
+                more["max_query_len"] = meta.max_query_len
             self.kernels.attention(meta.layout, query, key, value, to, *where, self.scale, softcap=self.softcap, **more)
 
         index, votes = layer_index(layer.layer_name), None
@@ -424,10 +505,13 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         """Attends the selected pages into `out`, and accounts for what was left out. Returns how often each block was
         chosen, if eviction goes by it."""
         shape = (meta.num_tokens, self.num_kv_heads)
-        dropped, depth, pages_read = torch.empty(shape), torch.empty(shape), torch.empty(shape, dtype=torch.int32)
+        if meta.accounts is not None:
+            counters = meta.accounts.of_layer(index)
+        else:
+            kinds = {"dropped": torch.float32, "pages_read": torch.int32, "depth": torch.float32}
+            counters = {name: torch.empty(shape, dtype=kind) for name, kind in kinds.items()}
         audited = meta.audit is not None and index % AUDITED_LAYERS == meta.audit
-        lse = torch.empty(meta.num_tokens, self.num_heads) if audited else None
-        counters = {"dropped": dropped, "pages_read": pages_read, "depth": depth}
+        lse = torch.empty(meta.num_tokens, self.num_heads, device=out.device) if audited else None
         chosen = None
         sparse = meta.sparse
         if sparse is not None and meta.tiers is not None and meta.tiers.weighs:
@@ -436,19 +520,35 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
             chosen = torch.empty((*shape, max(1, min(pages, most))), dtype=torch.int32)
             chosen[..., 0] = -1  # a prefill block fills one row of 64: the others aren't touched
         attend(out, lse=lse, headers=memory.headers, sparse=meta.sparse, chosen=chosen, **counters)
-        STATS.record_sparse(index, dropped, pages_read, meta.context_pages, depth)
+        if meta.accounts is None:
+            STATS.record_sparse(index, context_pages=meta.context_pages, **counters)
         if lse is not None:
             dense, dense_lse = torch.empty_like(out), torch.empty_like(lse)
             attend(dense, lse=dense_lse)
-            STATS.record_audit(out, lse, dense, dense_lse, dropped)
+            record = STATS.record_audit if meta.accounts is None else meta.accounts.audit
+            record(out, lse, dense, dense_lse, counters["dropped"])
         return None if chosen is None else meta.count_votes(chosen)
 
     def _bind(self, kv_cache: torch.Tensor, meta: KTXMetadata) -> LayerMemory:
         memory = self._memory
         if memory is None or memory.storage != (kv_cache.data_ptr(), kv_cache.shape[0]):
-            memory = LayerMemory.make(kv_cache, meta.layout, meta.open_capacity, self.model_dtype, self.pages)
-            self._memory = memory
+            sizes = (meta.layout, meta.open_capacity, self.model_dtype)
+            memory = self._memory = LayerMemory.make(kv_cache, *sizes, self.pages, self._reserved)
         return memory
+
+    def unbind(self) -> None:
+        """Lets go of the cache that the layer was bound to, if it was."""
+        self._memory = None
+
+    def _reserve(self, index: int, device: torch.device) -> None:
+        """Takes the memory that vLLM, which is measuring, must not give to the cache: open pages, which stay, and the
+        kernels' workspace."""
+        if self._reserved is None:
+            fmt = ktx_config(self.vllm_config).kv_format(self.vllm_config.cache_config.cache_dtype, index)
+            layout = dataclasses.replace(self.layout, fmt=fmt)
+            capacity = open_capacity(self.vllm_config, layout)
+            self._reserved = make_open_pages(layout, capacity, self.model_dtype, device)
+        torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 @functools.cache

@@ -33,6 +33,12 @@ def carve(kv_cache: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, tor
     return flat[:split].view(slots, layout.payload_bytes), headers
 
 
+def make_open_pages(layout: PageLayout, capacity: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """In host memory lazily touched by the operating system: a slot that is never used costs none."""
+    shape = (capacity, 2, layout.num_kv_heads, layout.page_size, layout.head_dim)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 @dataclass
 class LayerMemory:
     """One layer's pages: `payload` and `headers` as `carve` makes them; `open_pages` `[capacity, 2, kv_heads,
@@ -48,12 +54,19 @@ class LayerMemory:
 
     @classmethod
     def make(
-        cls, kv_cache: torch.Tensor, layout: PageLayout, capacity: int, dtype: torch.dtype, pages: LayerPages | None
+        cls,
+        kv_cache: torch.Tensor,
+        layout: PageLayout,
+        capacity: int,
+        dtype: torch.dtype,
+        pages: LayerPages | None,
+        reserved: torch.Tensor | None = None,
     ) -> LayerMemory:
+        """`reserved`: open pages made before, used if there are enough of them."""
         payload, headers = carve(kv_cache, layout)
-        # Lazily touched by the kernel of the operating system: a slot that is never used costs no memory.
-        open_pages = torch.empty((capacity, 2, layout.num_kv_heads, layout.page_size, layout.head_dim), dtype=dtype)
-        return cls((kv_cache.data_ptr(), kv_cache.shape[0]), payload, headers, open_pages, pages)
+        if reserved is None or len(reserved) < capacity:
+            reserved = make_open_pages(layout, capacity, dtype, kv_cache.device)
+        return cls((kv_cache.data_ptr(), kv_cache.shape[0]), payload, headers, reserved, pages)
 
     @property
     def paged(self) -> dict[str, Any]:
@@ -62,10 +75,10 @@ class LayerMemory:
 
     def apply(self, kernels: Kernels, meta: KTXMetadata, key: torch.Tensor, value: torch.Tensor) -> None:
         """Carries out the step's plan, in the plan's order."""
-        if meta.evict:
-            self._evict(kernels, meta)
-        if meta.reopen:
-            self._reopen(meta)
+        if meta.evict is not None:
+            self._evict(kernels, meta, *meta.evict)
+        if meta.reopen is not None:
+            self._reopen(meta, *meta.reopen)
         if meta.append is not None:
             kernels.append(meta.layout, key, value, *meta.append, self.open_pages)
         if meta.seal_fresh is not None:
@@ -106,24 +119,32 @@ class LayerMemory:
         keys, values = self.open_pages[:, 0], self.open_pages[:, 1]
         self._seal(kernels, meta, keys, values, slot * self.open_pages.stride(0), block, dim, size * dim)
 
-    def _evict(self, kernels: Kernels, meta: KTXMetadata) -> None:
-        for slot, _, fill in meta.evict:
-            # What lies behind the last valid token must not widen the page's scales.
-            self.open_pages[slot, :, :, fill:] = self.open_pages[slot, :, :, fill - 1 : fill]
-        slots, blocks, _ = zip(*meta.evict, strict=True)
-        self._seal_slots(kernels, meta, torch.tensor(slots, dtype=torch.int64), torch.tensor(blocks, dtype=torch.int32))
+    def _evict(
+        self, kernels: Kernels, meta: KTXMetadata, slot: torch.Tensor, block: torch.Tensor, fill: torch.Tensor
+    ) -> None:
+        # What lies behind the last valid token must not widen the page's scales.
+        token = torch.arange(meta.layout.page_size, device=slot.device)
+        token = torch.minimum(token, fill[:, None] - 1)[:, None, None, :, None]
+        pages = self.open_pages.index_select(0, slot)
+        self.open_pages.index_copy_(0, slot, pages.gather(3, token.expand(pages.shape)))
+        self._seal_slots(kernels, meta, slot, block)
 
-    def _reopen(self, meta: KTXMetadata) -> None:
-        quantizer = KVCacheQuantizer(meta.layout)
-        for slot, block in meta.reopen:
-            if block in meta.lost:  # in an earlier layer
-                self.open_pages[slot] = 0
+    def _reopen(self, meta: KTXMetadata, slot: torch.Tensor, block: torch.Tensor) -> None:
+        if self.pages is None:
+            self._unseal(meta, block, slot)
+            return
+        for at, page in enumerate(block.tolist()):  # a slot of the device is the page's until the next is asked for
+            where = slot[at : at + 1]
+            self.open_pages[where] = 0
+            if page in meta.lost:  # in an earlier layer
                 continue
             try:
-                at = block if self.pages is None else self.pages.slot_of(block)
+                self._unseal(meta, torch.tensor([self.pages.slot_of(page)]), where)
             except TierFault as fault:
-                self.open_pages[slot] = 0
                 self.lose(meta, fault)
-                continue
-            for side, tensor in enumerate(quantizer.unseal(self.payload[at : at + 1], self.open_pages.dtype)):
-                self.open_pages[slot, side] = tensor[0].to(self.open_pages.dtype)
+
+    def _unseal(self, meta: KTXMetadata, at: torch.Tensor, slot: torch.Tensor) -> None:
+        """Payloads `at` -> open pages `slot`, all `[n]` int64."""
+        sides = KVCacheQuantizer(meta.layout).unseal(self.payload.index_select(0, at), self.open_pages.dtype)
+        for side, tensor in enumerate(sides):
+            self.open_pages[:, side].index_copy_(0, slot, tensor.to(self.open_pages.dtype))

@@ -10,6 +10,10 @@ import copyreg
 import functools
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
 VLLM_RANGE = ((0, 32), (0, 34))  # first supported minor, first unsupported one
 BACKEND_NAME = "KTX"
 BACKEND_PATH = "vllm_ktx.attention_backends.ktx.KTXBackend"
@@ -162,3 +166,77 @@ def wrap_model_runner() -> None:
     GPUModelRunner.initialize_kv_cache = initialize_kv_cache  # type: ignore[method-assign]
     GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign]
     GPUModelRunner._ktx_wrapped = True  # type: ignore[attr-defined]
+
+
+class HostTable:
+    """Block ids of a step's rows in host memory: `[row]` gives a row, `[rows, pages]` entries, as of a table
+    `[rows, max_pages]`. `ids` int32 `[requests, max_pages]`; row i is `ids[index[i]]`. Copies no row that isn't asked
+    for. `dummy`: the step has no requests."""
+
+    def __init__(self, ids: npt.NDArray[np.int32], index: npt.NDArray[np.intp], dummy: bool = False) -> None:
+        self._ids, self._index, self.dummy = ids, index, dummy
+
+    def __getitem__(self, at: Any) -> npt.NDArray[np.int32]:
+        rows, *pages = at if isinstance(at, tuple) else (at,)
+        return self._ids[(self._index[rows], *pages)]
+
+
+def mirror_block_tables() -> None:
+    """Keeps block ids of vLLM's V2 model runner in host memory too: it stages them there, and then has them on the
+    device only, from where a step can't read them without waiting for the last one. Idempotent.
+
+    The tables that a step gets carry the copy along, for `host_table`: that of dummy steps holds block 0 only.
+    """
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    if hasattr(BlockTables.__init__, "__wrapped__"):
+        return
+    init, gather, dummy = BlockTables.__init__, BlockTables.gather_block_tables, BlockTables.get_dummy_block_tables
+
+    def mirror(table: Any) -> None:
+        table.ktx_host, table.ktx_null = (np.zeros(table.gpu.shape, np.int32) for _ in range(2))
+        stage = table.stage_write
+
+        def stage_write(index: int, start: int, ids: Any) -> None:
+            stage(index, start, ids)
+            table.ktx_host[index, start : start + len(ids)] = ids
+
+        table.stage_write = stage_write
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        for table in self.block_tables:
+            mirror(table)
+
+    def carry(name: str, step_tables: Any, tables: Any) -> Any:
+        for ours, table in zip(step_tables, tables, strict=True):
+            ours.ktx_host, ours.ktx_dummy = getattr(table, name), name == "ktx_null"
+        return step_tables
+
+    @functools.wraps(gather)
+    def gather_block_tables(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return carry("ktx_host", gather(self, *args, **kwargs), self.block_tables)
+
+    @functools.wraps(dummy)
+    def get_dummy_block_tables(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return carry("ktx_null", dummy(self, *args, **kwargs), self.block_tables)
+
+    BlockTables.__init__ = __init__  # type: ignore[method-assign]
+    BlockTables.gather_block_tables = gather_block_tables  # type: ignore[method-assign]
+    BlockTables.get_dummy_block_tables = get_dummy_block_tables  # type: ignore[method-assign]
+
+
+def host_table(common: Any) -> HostTable | None:
+    """The step's block ids in host memory, of a `CommonAttentionMetadata` of the V2 model runner; None: it has none
+    (the V1 runner's table on the CPU can be read as it is)."""
+    ids = getattr(common.block_table_tensor, "ktx_host", None)
+    dummy = getattr(common.block_table_tensor, "ktx_dummy", False)
+    return None if ids is None else HostTable(ids, common.req_idx, dummy)
+
+
+def upload(data: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """`data` on the device; the host doesn't wait (CUDA: through pinned memory)."""
+    from vllm.utils.torch_utils import async_tensor_h2d
+
+    return async_tensor_h2d(data, device=device)

@@ -49,6 +49,17 @@ _HELP = {
     "tier_faults": "Blocks handed back to the scheduler to be computed again",
 }
 _BY_LAYER = ("sparse_rows", "dropped_mass", "probed_share")
+# What is counted layer by layer, on the device where there is one.
+SPARSE = ("sparse_rows", "sparse_pages_read", "sparse_pages_context", "dropped_mass", "probed_share")
+AUDITED = ("audited_rows", "audited_recall", "audited_claim", "audited_error")
+
+
+def audit_sums(out: Any, lse: Any, dense: Any, dense_lse: Any, dropped: Any) -> tuple[Any, ...]:
+    """Of a recomputed layer what `AUDITED` names: outputs `[tokens, heads, D]`, log-sum-exps `[tokens, heads]`,
+    `dropped` by kv head. The first is an int, the others are tensors."""
+    difference = (out.float() - dense.float()).norm(dim=-1) / dense.float().norm(dim=-1).clamp(min=1e-20)
+    recall, claim = (lse - dense_lse).clamp(max=0).exp().sum(), (1 - dropped).sum()
+    return lse.numel(), recall, claim * (lse.shape[1] // dropped.shape[1]), difference.sum()
 
 
 @dataclass
@@ -112,14 +123,25 @@ class KtxStats:
         if not rows:
             return
         lost, probed = (float(x.numpy()[chosen].sum()) for x in (dropped, depth))
-        self.sparse_rows += rows
-        self.sparse_pages_read += int(read[chosen].sum())
-        self.sparse_pages_context += int((had * chosen).sum())
+        self.add_sparse(layer, rows, int(read[chosen].sum()), int((had * chosen).sum()), lost, probed)
+
+    def add_sparse(self, layer: int, rows: float, read: float, had: float, lost: float, probed: float) -> None:
+        """What a layer gained of each of `SPARSE`."""
+        self.sparse_rows += int(rows)
+        self.sparse_pages_read += int(read)
+        self.sparse_pages_context += int(had)
         self.dropped_mass += lost
         self.probed_share += probed
         of_layer = self.by_layer.setdefault(layer, [0.0] * len(_BY_LAYER))
         for i, gained in enumerate((rows, lost, probed)):
             of_layer[i] += gained
+
+    def add_audit(self, rows: float, recall: float, claim: float, error: float) -> None:
+        """What was gained of each of `AUDITED`."""
+        self.audited_rows += int(rows)
+        self.audited_recall += recall
+        self.audited_claim += claim
+        self.audited_error += error
 
     def record_tiers(self, pool: Any) -> None:
         """What a hot pool counted since the last time (`PoolStats`)."""
@@ -128,13 +150,9 @@ class KtxStats:
             if name in _HELP:
                 setattr(self, name, getattr(self, name) + getattr(pool, f.name))
 
-    def record_audit(self, out: Any, lse: Any, dense: Any, dense_lse: Any, dropped: Any) -> None:
-        """A recomputed layer: outputs `[tokens, heads, D]`, log-sum-exps `[tokens, heads]`, `dropped` by kv head."""
-        difference = (out.float() - dense.float()).norm(dim=-1) / dense.float().norm(dim=-1).clamp(min=1e-20)
-        self.audited_rows += lse.numel()
-        self.audited_recall += float((lse - dense_lse).clamp(max=0).exp().sum())
-        self.audited_claim += float((1 - dropped).sum()) * (lse.shape[1] // dropped.shape[1])
-        self.audited_error += float(difference.sum())
+    def record_audit(self, *outputs: Any) -> None:
+        """A recomputed layer; arguments as of `audit_sums`."""
+        self.add_audit(*map(float, audit_sums(*outputs)))
 
     def snapshot(self) -> dict[str, Any]:
         """The counters by name."""
@@ -170,10 +188,13 @@ class KtxStats:
 
 STATS = KtxStats()
 TRACES: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process's engines that were asked for one
+ON_DEVICE: weakref.WeakSet[Any] = weakref.WeakSet()  # counters that the devices of this process's engines keep
 
 
 def snapshot(worker: Any = None) -> dict[str, Any]:
-    """This process's counters; also callable through `LLM.collective_rpc(snapshot)`."""
+    """This process's counters; also callable through `LLM.collective_rpc(snapshot)`. Waits for devices that count."""
+    for counters in ON_DEVICE:
+        counters.flush()
     return STATS.snapshot()
 
 

@@ -24,8 +24,10 @@ def memory_plan(
     max_model_len: int,
     sparse: SparseSettings | None = None,
     tiers: TierPlan | None = None,
+    lazy: bool = True,
 ) -> list[tuple[str, str]]:
-    """Rows (what, value) of the plan. `num_blocks`: None while vLLM has not decided it."""
+    """Rows (what, value) of the plan. `num_blocks`: None while vLLM has not decided it. `lazy`: memory is taken
+    when it is touched, as a host's."""
     fmt = layout.fmt
     tiered = tiers is not None and tiers.overcommit > 1
     token, dense = layout.bytes_per_token * num_layers, layout.dense_bytes / layout.page_size * num_layers
@@ -37,7 +39,8 @@ def memory_plan(
         ("one sequence of max_model_len", f"{max_model_len:,} tokens, {gib(token * max_model_len)}"),
         (
             "open pages",
-            f"up to {open_capacity:,} x {open_page:,} B = {gib(open_capacity * open_page)}, touched as used",
+            f"up to {open_capacity:,} x {open_page:,} B = {gib(open_capacity * open_page)}, "
+            + ("touched as used" if lazy else "taken at the start (by --max-num-seqs)"),
         ),
     ]
     if sparse is None:
@@ -94,6 +97,7 @@ def log_memory_plan(
         vllm_config.model_config.max_model_len,
         sparse,
         tiers,
+        vllm_config.device_config.device_type == "cpu",
     )
     width = max(len(name) for name, _ in rows)
     logger.info("KTX memory plan:\n%s", "\n".join(f"  {name:<{width}}  {value}" for name, value in rows))

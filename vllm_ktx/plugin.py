@@ -6,7 +6,9 @@ Installed but not selected, it changes nothing.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
+import os
 from typing import Any
 
 from . import _compat
@@ -17,6 +19,7 @@ from .kv_quant import PageLayout
 logger = logging.getLogger("vllm.ktx")  # under vLLM's logger: same handlers, same format
 
 _registered = False
+MIN_CAPABILITY = 80  # of a CUDA device, as vLLM writes 8.0
 # Draft models keep a KV cache of their own and rewrite it in other steps than the ones KTX plans.
 _SPECULATIVE_METHODS = ("ngram", "ngram_gpu", "suffix")
 
@@ -80,10 +83,7 @@ def unsupported(vllm_config: Any) -> list[str]:
     if current_platform.is_cpu() and ktx_config(vllm_config).prefill_kernel == "xformers":
         reasons.append("ktx.prefill_kernel='xformers' runs on CUDA, and this is vLLM's CPU platform: leave it out")
     if not current_platform.is_cpu():
-        reasons.append(
-            "KTX doesn't serve on CUDA yet (its GPU kernels have been tested without a GPU only, see docs/gpu.md): "
-            "install vLLM's CPU build (KTX_DEVICE=cpu make install), or leave --attention-backend out"
-        )
+        reasons += unsupported_on_device(vllm_config, ktx_config(vllm_config), current_platform)
     if model.is_encoder_decoder:
         reasons.append("encoder-decoder models have cross attention, which KTX doesn't page")
     if model.is_hybrid or model.has_inner_state:
@@ -114,6 +114,56 @@ def unsupported(vllm_config: Any) -> list[str]:
             "decode context parallelism splits a sequence's pages over ranks: use --decode-context-parallel-size 1"
         )
     return reasons
+
+
+def unsupported_on_device(vllm_config: Any, config: KtxConfig, platform: Any) -> list[str]:
+    """Why KTX can't serve this configuration on `platform`'s devices, which aren't CPUs."""
+    if not platform.is_cuda():
+        return [f"its kernels run on CUDA and on CPUs, and vLLM's platform here is {platform.device_name}"]
+    reasons = []
+    capability = platform.get_device_capability()
+    if capability is not None and capability.to_int() < MIN_CAPABILITY:
+        reasons.append(
+            f"{platform.get_device_name()} has compute capability {capability.as_version_str()}, and its kernels need "
+            f"{MIN_CAPABILITY / 10:.1f} (A100, A10, RTX 30) or later"
+        )
+    if importlib.util.find_spec("triton") is None:
+        reasons.append("its CUDA kernels are Triton's, and triton isn't installed: pip install triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        reasons.append("TRITON_INTERPRET=1 runs Triton's kernels on the CPU: unset it")
+    if config.kernels not in ("auto", "triton"):
+        reasons.append(f"ktx.kernels={config.kernels!r} runs on CPUs only: leave it out")
+    if config.host_gib + config.disk_gib > 0:
+        reasons.append(
+            "pages off the device are not served on CUDA yet: leave ktx.host_gib and ktx.disk_gib out, or install "
+            "vLLM's CPU build"
+        )
+    reasons += _formats_without_kernels(config, vllm_config.cache_config.cache_dtype)
+    if not vllm_config.use_v2_model_runner:
+        reasons.append(
+            "on CUDA it needs vLLM's V2 model runner, and this configuration runs on V1: unset "
+            "VLLM_USE_V2_MODEL_RUNNER, or leave out what vLLM's log says V2 doesn't support"
+        )
+    if vllm_config.speculative_config is not None and vllm_config.scheduler_config.async_scheduling:
+        reasons.append(
+            f"steps are planned before the drafts of the last one are checked (speculative method "
+            f"{vllm_config.speculative_config.method!r} with async scheduling): use --no-async-scheduling"
+        )
+    parallel = vllm_config.parallel_config
+    if parallel.enable_dbo:
+        reasons.append("dual batch overlap splits a step that is planned as one: leave --enable-dbo out")
+    if parallel.prefill_context_parallel_size > 1:
+        reasons.append("prefill context parallelism splits a sequence's pages over ranks: leave it out")
+    return reasons
+
+
+def _formats_without_kernels(config: KtxConfig, cache_dtype: str) -> list[str]:
+    from .attention_backends.cpu.native import unserved
+
+    layers = (None, *(first for first, _, _ in config.layer_formats().ranges))
+    missing = {unserved(config.kv_format(cache_dtype, layer)) for layer in layers} - {None}
+    return [f"there are no CUDA kernels for {part}: leave ktx.key_scale, ktx.value_scale and ktx.scale_bits out"
+            for part in sorted(missing)]  # fmt: skip
 
 
 def apply_defaults(vllm_config: Any) -> None:

@@ -68,3 +68,19 @@ def test_lost_blocks_still_travel_to_the_scheduler_as_a_connectors_do():
     update = inspect.getsource(Scheduler.update_from_output)
     assert "self._handle_invalid_blocks(" in update and "set(self.grammar_compile_error_reqs)" in update
     assert "self.recompute_kv_load_failures = True" in inspect.getsource(Scheduler.__init__)
+
+
+def test_v2s_block_ids_are_still_on_the_host_when_staged_only():
+    from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+    from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    assert "self.block_tables[i].stage_write(req_index, start, block_ids)" in inspect.getsource(
+        BlockTables.append_block_ids
+    )
+    assert "self.cpu" not in inspect.getsource(StagedWriteTensor), "vLLM keeps them itself"
+    step = inspect.getsource(build_attn_metadata)
+    assert "block_table = block_tables[i]" in step and "req_idx=req_idx" in step
+    runner = inspect.getsource(GPUModelRunner.prepare_attn) + inspect.getsource(GPUModelRunner.prepare_dummy_attn)
+    assert "gather_block_tables(" in runner and "get_dummy_block_tables(" in runner

@@ -1,0 +1,108 @@
+"""KTX under vLLM's V2 model runner, the one of CUDA, on the CPU with vLLM's kernels in Triton's interpreter: every step
+is planned from host copies and carried out as on a device. Started by `tests/attention_backends/test_triton.py`, in a
+process with TRITON_INTERPRET=1.
+"""
+
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1: tests/attention_backends/test_triton.py runs it", allow_module_level=True)
+from triton.backends import backends
+
+
+def _with_triton():
+    """vLLM's CPU build runs the V2 runner where it finds a CPU backend of Triton's; the interpreter needs none."""
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+    from vllm.triton_utils import HAS_TRITON
+
+    del backends["cpu"]  # Inductor would ask it
+    return HAS_TRITON
+
+
+assert _with_triton()
+from vllm import SamplingParams  # noqa: E402
+
+from tests.e2e.support import engine, metric, prompts  # noqa: E402
+from vllm_ktx import _compat  # noqa: E402
+from vllm_ktx.attention_backends.ktx import KTXMetadataBuilder  # noqa: E402
+from vllm_ktx.metrics import snapshot  # noqa: E402
+
+pytestmark = pytest.mark.e2e
+SPARSE = {"format": "k4v4", "window": 64, "sinks": 64, "min_pages": 1, "max_pages": 2, "audit_rate": 0.5}
+TIGHT = {"max_num_batched_tokens": 192, "max_num_seqs": 4, "max_model_len": 1024}
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Checks each step's host copies against the tensors that the step has: [real steps, dummy steps]."""
+    build, seen = KTXMetadataBuilder.build, [0, 0]
+
+    def checked(self, prefix, common, *rest):
+        table, rows = _compat.host_table(common), len(common.seq_lens)
+        counts = np.diff(common.query_start_loc_cpu.numpy())
+        assert (common.query_start_loc_cpu == common.query_start_loc).all()
+        meta = build(self, prefix, common, *rest)
+        if table is not None:
+            assert (common.seq_lens_cpu_upper_bound == common.seq_lens).all()
+            for row in range(rows):
+                used = -(-int(common.seq_lens[row]) // self.layout.page_size)
+                assert (table[row][:used] == common.block_table_tensor[row, :used].numpy()).all()
+            assert (meta.context.numpy() == common.seq_lens.numpy() - counts).all()
+            assert (meta.open_slot.numpy() == self._open_pages.slot_of).all()
+            assert table.dummy == (table[np.arange(rows), 0] == 0).all()
+            seen[table.dummy] += 1
+        self._open_pages.check_integrity()
+        return meta
+
+    monkeypatch.setattr(KTXMetadataBuilder, "build", checked)
+    return seen
+
+
+def said(monkeypatch, runner, model, ktx, ids, options, tokens=24):
+    """Tokens, their logprobs, and what KTX counted."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=1)
+    before = snapshot()
+    with engine(model, ktx, **(TIGHT | options)) as llm:
+        outs = llm.generate(prompts(*ids), params, use_tqdm=False)
+        outs += llm.generate(prompts(*ids[:2]), params, use_tqdm=False)  # their pages are cached
+        preempted = metric(llm, "vllm:num_preemptions")
+        if runner == "1":
+            execute = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+            execute._dummy_run(5)
+        counted = {name: value - before[name] for name, value in snapshot().items()}
+    steps = [step for o in outs for step in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)]
+    return [t for t, _ in steps], [step[t].logprob for t, step in steps], counted, preempted
+
+
+IDS = [[i * i % m + 5 for i in range(n)] for m, n in ((90, 70), (97, 390), (89, 130), (83, 250), (79, 64))]
+
+
+def test_v2_runs_the_same_steps_as_v1(retrieval_small, monkeypatch, steps):
+    """Not with drafts: vLLM's own kernel that checks them doesn't run in the interpreter."""
+    ktx = SPARSE | {"format": {"default": "k4v4", "layers": {"1": "k8v8"}}}  # two builders
+    few = {"num_gpu_blocks_override": 17}  # blocks for all at once
+    tokens, logprobs, counted, preempted = said(monkeypatch, "0", retrieval_small, ktx, IDS, few)
+    assert steps == [0, 0], "V1's tables are read as they are"
+    v2_tokens, v2_logprobs, v2_counted, v2_preempted = said(monkeypatch, "1", retrieval_small, ktx, IDS, few)
+    assert steps[0] > 50 and steps[1] >= 2
+    assert v2_tokens == tokens and v2_logprobs == pytest.approx(logprobs, abs=1e-4)
+    assert preempted == v2_preempted > 0
+    exact = ("steps", "prefill_tokens", "decode_tokens", "context_tokens", "appended_tokens", "sealed", "sparse_rows")
+    for name in (*exact, "sparse_pages_read", "audited_rows"):
+        assert v2_counted[name] == counted[name] > 0, name
+    for name in ("dropped_mass", "audited_recall", "audited_claim", "audited_error"):
+        assert v2_counted[name] == pytest.approx(counted[name], rel=1e-4, abs=1e-4), name
+
+
+@pytest.mark.slow
+def test_triton_kernels_under_v2(retrieval_small, monkeypatch, steps):
+    ids, ktx = [IDS[0][:20], IDS[1]], SPARSE | {"audit_rate": 0.0}
+    tokens, logprobs, counted, _ = said(monkeypatch, "0", retrieval_small, ktx, ids, {}, tokens=2)
+    triton = said(monkeypatch, "1", retrieval_small, ktx | {"kernels": "triton"}, ids, {}, tokens=2)
+    assert triton[0] == tokens and triton[1] == pytest.approx(logprobs, abs=1e-3)
+    assert triton[2]["sparse_rows"] == counted["sparse_rows"] > 0 and steps[0] > 3
