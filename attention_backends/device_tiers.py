@@ -60,6 +60,11 @@ class DeviceTiers:
         if plan.eviction == "attention":
             self.warnings.append("ktx.eviction='attention': on a GPU slots are given up by age alone ('clock')")
         planes = plan.scores_codes and spec.num_pages * spec.scoring_bytes <= plane_bytes
+        if plan.scores_codes and not planes:
+            self.warnings.append(
+                "pages are scored by codes in host memory, over the bus: ktx.scoring='header' reads none, or raise "
+                "the device's share until it holds all pages"
+            )
         self.page_bytes, self.counts = spec.page_bytes, torch.zeros(len(memory), 3, dtype=torch.int64, device=device)
         registered: list[torch.Tensor] = []
         self._seen, self._copied = torch.zeros(2, len(memory), 3, dtype=torch.int64)
@@ -67,6 +72,8 @@ class DeviceTiers:
         self.close = weakref.finalize(self, _unregister, registered)  # host memory goes with the engine
         self.layers = []
         for slots, counts in zip(memory, self.counts, strict=True):
+            if not len(slots):  # of a small cache that vLLM profiles with
+                slots = torch.empty(1, spec.page_bytes, dtype=torch.uint8, device=device)
             host = pinned(num_blocks, spec.page_bytes, device, registered)
             first = torch.empty(num_blocks, spec.scoring_bytes, dtype=torch.uint8, device=device) if planes else None
             self.layers.append(DevicePages(layout, slots, host, first, counts))

@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -51,6 +51,10 @@ from .kernels import Heads, Kernels, kernels_for, prefill_kernels
 from .layer_memory import LayerMemory, carve, make_open_pages
 from .selection import SparseSettings
 from .tiered import LayerPages, Tiers
+
+if TYPE_CHECKING:
+    from .device_tiers import DeviceTiers
+    from .triton.device_pages import DevicePages
 
 logger = logging.getLogger("vllm.ktx")
 
@@ -254,6 +258,7 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         if self.trace is not None:
             TRACES.add(self.trace)
         self.tiers: Tiers | None = None
+        self.device_tiers: DeviceTiers | None = None
         self._close_tiers: Callable[[], Any] = lambda: None
         self._open_pages: OpenPages | None = None
         self._bound = (0, 0)  # address and blocks of the cache
@@ -293,7 +298,14 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         names = sorted(self.layer_names, key=layer_index)
         memory = [carve(context[name].kv_cache, self.layout)[0] for name in names]
         ranks = self.vllm_config.parallel_config.world_size
-        self.tiers = tiers = Tiers(self.tier_plan, self.layout, num_blocks, memory, self.trace, ranks)
+        plan = self.tier_plan
+        tiers: Tiers | DeviceTiers
+        if context[names[0]].impl.kernels.name == "triton":
+            from .device_tiers import DeviceTiers
+
+            self.device_tiers = tiers = DeviceTiers(plan, self.layout, num_blocks, memory, ranks=ranks)
+        else:
+            self.tiers = tiers = Tiers(plan, self.layout, num_blocks, memory, self.trace, ranks)
         self._close_tiers = weakref.finalize(self, tiers.close)  # threads and file go with the engine
         for warning in tiers.warnings:
             logger.warning("KTX: %s", warning)
@@ -324,6 +336,8 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         if self.tiers is not None:
             begun = pages.block_of[plan.append[plan.append[:, 2] == 0, 1]]  # blocks that held something else before
             STATS.record_tiers(self.tiers.begin_step(table[:, 0].tobytes(), begun[begun >= 0]))
+        if self.device_tiers is not None:
+            STATS.record_tiers(self.device_tiers.take_stats())
         if self.counts_steps and not (host_table is not None and host_table.dummy):
             STATS.record_step(cu_q, context, pages.take_stats())
         sparse, audit, context_pages = self._sparse_step(cu_q, context)
@@ -440,9 +454,9 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
                 f"ktx.overcommit needs the native kernels, and these are {self.kernels.name}: set ktx.overcommit to 1, "
                 "use the format's own scales, or install a C++ compiler and reinstall vllm-ktx"
             )
-        if overcommit > 1:
+        if overcommit > 1 and self.kernels.name != "triton":
             _compat.wrap_model_runner()  # before it makes the cache
-        self.pages: LayerPages | None = None
+        self.pages: LayerPages | DevicePages | None = None
         self._memory: LayerMemory | None = None
         self._reserved: torch.Tensor | None = None
 

@@ -16,6 +16,7 @@ from .tiered import LayerPages
 
 if TYPE_CHECKING:
     from .ktx import KTXMetadata
+    from .triton.device_pages import DevicePages
 
 logger = logging.getLogger("vllm.ktx")
 
@@ -50,7 +51,7 @@ class LayerMemory:
     payload: torch.Tensor
     headers: torch.Tensor
     open_pages: torch.Tensor
-    pages: LayerPages | None
+    pages: LayerPages | DevicePages | None
 
     @classmethod
     def make(
@@ -59,7 +60,7 @@ class LayerMemory:
         layout: PageLayout,
         capacity: int,
         dtype: torch.dtype,
-        pages: LayerPages | None,
+        pages: LayerPages | DevicePages | None,
         reserved: torch.Tensor | None = None,
     ) -> LayerMemory:
         """`reserved`: open pages made before, used if there are enough of them."""
@@ -78,7 +79,7 @@ class LayerMemory:
         if meta.evict is not None:
             self._evict(kernels, meta, *meta.evict)
         if meta.reopen is not None:
-            self._reopen(meta, *meta.reopen)
+            self._reopen(kernels, meta, *meta.reopen)
         if meta.append is not None:
             kernels.append(meta.layout, key, value, *meta.append, self.open_pages)
         if meta.seal_fresh is not None:
@@ -99,7 +100,7 @@ class LayerMemory:
 
     def _seal(
         self,
-        kernels: Kernels,
+        kernels: Any,
         meta: KTXMetadata,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -107,12 +108,10 @@ class LayerMemory:
         block: torch.Tensor,
         *strides: int,
     ) -> None:
-        to = (self.headers, self.payload)
         if self.pages is None:
-            kernels.seal(meta.layout, key, value, source, block, *to, None, *strides)
-            return
-        for part, slots in self.pages.place(block):
-            kernels.seal(meta.layout, key, value, source[part], block[part], *to, slots, *strides)
+            kernels.seal(meta.layout, key, value, source, block, self.headers, self.payload, None, *strides)
+        else:
+            self.pages.seal(kernels, meta.layout, key, value, source, block, self.headers, *strides)
 
     def _seal_slots(self, kernels: Kernels, meta: KTXMetadata, slot: torch.Tensor, block: torch.Tensor) -> None:
         size, dim = meta.layout.page_size, meta.layout.head_dim
@@ -129,9 +128,10 @@ class LayerMemory:
         self.open_pages.index_copy_(0, slot, pages.gather(3, token.expand(pages.shape)))
         self._seal_slots(kernels, meta, slot, block)
 
-    def _reopen(self, meta: KTXMetadata, slot: torch.Tensor, block: torch.Tensor) -> None:
-        if self.pages is None:
-            self._unseal(meta, block, slot)
+    def _reopen(self, kernels: Any, meta: KTXMetadata, slot: torch.Tensor, block: torch.Tensor) -> None:
+        if not isinstance(self.pages, LayerPages):
+            payload = self.payload.index_select(0, block) if self.pages is None else self.pages.read(kernels, block)
+            self._unseal(meta, payload, slot)
             return
         for at, page in enumerate(block.tolist()):  # a slot of the device is the page's until the next is asked for
             where = slot[at : at + 1]
@@ -139,12 +139,13 @@ class LayerMemory:
             if page in meta.lost:  # in an earlier layer
                 continue
             try:
-                self._unseal(meta, torch.tensor([self.pages.slot_of(page)]), where)
+                at_slot = self.pages.slot_of(page)
+                self._unseal(meta, self.payload[at_slot : at_slot + 1], where)
             except TierFault as fault:
                 self.lose(meta, fault)
 
-    def _unseal(self, meta: KTXMetadata, at: torch.Tensor, slot: torch.Tensor) -> None:
-        """Payloads `at` -> open pages `slot`, all `[n]` int64."""
-        sides = KVCacheQuantizer(meta.layout).unseal(self.payload.index_select(0, at), self.open_pages.dtype)
+    def _unseal(self, meta: KTXMetadata, payload: torch.Tensor, slot: torch.Tensor) -> None:
+        """`payload` uint8 `[n, payload_bytes]` -> open pages `slot` int64 `[n]`."""
+        sides = KVCacheQuantizer(meta.layout).unseal(payload, self.open_pages.dtype)
         for side, tensor in enumerate(sides):
             self.open_pages[:, side].index_copy_(0, slot, tensor.to(self.open_pages.dtype))

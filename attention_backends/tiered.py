@@ -35,7 +35,7 @@ from ..offload.capacity import GIB, look
 from ..offload.page_table import RESIDENT
 from ..offload.tiers import SCORING, allocate_host
 from ..tiering import TierPlan, check_slots, device_fix, page_spec
-from .kernels import MIN_WAVE
+from .kernels import MIN_WAVE, Kernels
 
 
 class Tiers:
@@ -187,6 +187,23 @@ class LayerPages:
                 self.scoring[unique] = self._slots[slots, : self.scoring.shape[1]]
             self._pool.commit(self.layer, unique)
             self._pool.release(self.layer)
+
+    def seal(
+        self,
+        kernels: Kernels,
+        layout: PageLayout,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        src_offsets: torch.Tensor,
+        blocks: torch.Tensor,
+        headers: torch.Tensor,
+        token_stride: int,
+        head_stride: int,
+    ) -> None:
+        """As `Kernels.seal`, into slots that new pages get."""
+        for part, slots in self.place(blocks):
+            args = (src_offsets[part], blocks[part], headers, self._slots, slots, token_stride, head_stride)
+            kernels.seal(layout, k, v, *args)
 
     def slot_of(self, block: int) -> int:
         """The slot of one page, fetched if need be, until the next call of this object. Raises TierFault."""

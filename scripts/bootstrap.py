@@ -7,7 +7,7 @@ is skipped while they are unchanged; a second run takes well under a second.
 
 Environment:
   KTX_PYTHON         the interpreter for .venv (3.11 to 3.13); default: this one, else the first found on PATH
-  KTX_DEVICE         cpu or cuda; default: cpu, also beside a GPU, as long as KTX can't serve on CUDA
+  KTX_DEVICE         cpu or cuda; default: cpu, also beside a GPU, as long as no GPU has run KTX's CUDA path
   KTX_TORCH_INDEX    index URL to install torch from. Plain PyPI may serve torch for x86-64 Linux as a CUDA build of
                      some gigabytes; on such a machine set this to the CPU index that PyTorch's install page names
 """
@@ -68,8 +68,10 @@ def find_device() -> str:
     except OSError:
         listed = ""
     if "GPU 0" in listed:
-        # KTX refuses to run on vLLM's CUDA build until its CUDA path is complete (docs/gpu.md).
-        print("[install] there is a GPU, but KTX can't serve on CUDA yet: vLLM's CPU build (KTX_DEVICE=cuda overrides)")
+        # Complete, but checked without a card only (docs/gpu.md).
+        print(
+            "[install] there is a GPU, but none has run KTX's CUDA path yet: vLLM's CPU build (KTX_DEVICE=cuda overrides)"
+        )
     return "cpu"
 
 

@@ -69,9 +69,11 @@ def plan_tiers(
     ranks: int,
     device_bytes: int | None,
     blocks: int | None = None,
+    on_gpu: bool = False,
 ) -> TierPlan:
     """`ranks` share what `config` gives. `device_bytes`: memory of a rank's cache, all layers; None: not known yet.
-    `blocks`: how many there will be (`--num-gpu-blocks-override`). `overcommit` 1: the device holds all.
+    `blocks`: how many there will be (`--num-gpu-blocks-override`). `on_gpu`: codes are scored in the pages themselves,
+    with no planes beside them. `overcommit` 1: the device holds all.
 
     Raises ValueError, naming setting, value and fix, for what can't work.
     """
@@ -89,7 +91,9 @@ def plan_tiers(
         )
     overcommit = config.overcommit
     if not isinstance(overcommit, (int, float)):
-        overcommit = _auto(plan, layout, num_layers, device_bytes, blocks)
+        overcommit = _auto(
+            replace(plan, scores_codes=scores_codes and not on_gpu), layout, num_layers, device_bytes, blocks
+        )
     page = layout.tiered_page_bytes(overcommit)
     if overcommit > 1 and blocks is not None:
         enough = f"{int(MIN_SLOTS * overcommit) + 1} blocks or more"
@@ -169,7 +173,10 @@ def device_fix(overcommit: float, layout: PageLayout, num_layers: int) -> str:
 
 def engine_plan(vllm_config: Any, config: KtxConfig, layout: PageLayout) -> TierPlan:
     """The plan of one rank of `vllm_config`'s engine."""
+    from vllm.platforms import current_platform
+
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     layers = vllm_config.model_config.get_num_layers(parallel)
     blocks = cache.num_gpu_blocks_override
-    return plan_tiers(config, layout, layers, parallel.world_size, cache.kv_cache_memory_bytes, blocks)
+    on_gpu = config.kernels == "triton" or not current_platform.is_cpu()
+    return plan_tiers(config, layout, layers, parallel.world_size, cache.kv_cache_memory_bytes, blocks, on_gpu)

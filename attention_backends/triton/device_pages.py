@@ -13,7 +13,7 @@ import torch
 
 from vllm_ktx.kv_quant import PageLayout
 
-from .residency import fetch_pages, find_slots, look_up, publish_pages
+from .residency import fetch_pages, find_slots, look_up, publish_pages, read_pages
 
 if TYPE_CHECKING:
     from .launch import TritonKernels
@@ -107,9 +107,19 @@ class DevicePages:
             N=COPY_WORDS, num_warps=8,
         )  # fmt: skip
 
-    def page(self, block: int) -> torch.Tensor:
-        """The payload of a sealed page, uint8 `[1, payload_bytes]` on the device."""
-        return self.host[block : block + 1].to(self.slots.device, non_blocking=True)
+    def read(self, kernels: TritonKernels, blocks: torch.Tensor) -> torch.Tensor:
+        """The payloads of sealed pages, uint8 `[n, payload_bytes]` on the device; `blocks` int64 `[n]` there."""
+        pages = torch.empty(len(blocks), WORD * self.words, dtype=torch.uint8, device=self.slots.device)
+        kernels.launch(read_pages, (len(blocks), -(-self.words // COPY_WORDS)),
+            blocks, self.host, pages, self.words, self.host.stride(0), pages.stride(0), N=COPY_WORDS, num_warps=8,
+        )  # fmt: skip
+        return pages
+
+    def begin(self) -> None:
+        """As `LayerPages`; nothing to do: the device decides in the layer's own kernels."""
+
+    def end(self, start: float, votes: torch.Tensor | None = None) -> None:
+        """Likewise."""
 
     def bring(
         self,

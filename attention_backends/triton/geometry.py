@@ -15,11 +15,17 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_ktx.kv_quant import PageLayout
+from vllm_ktx.kv_quant import KVFormat, PageLayout
 
 METHODS = ("per_channel", "per_token", "per_head")
 MIN_ROWS = 16  # of a tensor core's tile
 _SECTIONS = ("k_scale", "k_min", "k_plane0", "k_plane1", "k_low", "v_scale", "v_min", "v_codes")
+
+
+def unserved(fmt: KVFormat) -> str | None:
+    """What of a page format the Triton kernels don't know, in words; None if they serve it."""
+    parts = [f"scales {method}" for method in sorted({fmt.k_method, fmt.v_method} - set(METHODS))]
+    return ", ".join([*parts, *(["8-bit scales"] if fmt.scale_bits == 8 else [])]) or None
 
 
 def power_of_two(value: int) -> int:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_ktx.kv_quant import KVFormat, PageLayout
+from vllm_ktx.kv_quant import PageLayout
 
 from ..selection import SparseSettings
 from ..selection.cascade import EXPLAINED, SPREAD
 from ..selection.settings import UNLIMITED
 from .attend import attend_blocks, attend_split, merge_splits
 from .device_pages import DevicePages
-from .geometry import METHODS, MIN_ROWS, Geometry, power_of_two
+from .geometry import MIN_ROWS, Geometry, power_of_two, unserved
 from .score import fresh_moments, known_blocks, probe_pages, score_headers
 from .seal import append_rows, seal_pages
 from .select import choose_pages, rank_headers
@@ -80,12 +80,8 @@ class TritonKernels:
     interpreter)."""
 
     name = "triton"
-    pages = False  # takes `DevicePages` as residency, but no backend makes them yet
-
-    def unserved(self, fmt: KVFormat) -> str | None:
-        """What of a page format these kernels don't know, in words; None if they serve it."""
-        parts = [f"scales {method}" for method in sorted({fmt.k_method, fmt.v_method} - set(METHODS))]
-        return ", ".join([*parts, *(["8-bit scales"] if fmt.scale_bits == 8 else [])]) or None
+    pages = True  # takes `DevicePages` as residency
+    unserved = staticmethod(unserved)
 
     def __init__(
         self, blocking: Blocking | None = None, launch: Launcher = launch, prefill: XformersPrefill | None = None

@@ -134,6 +134,16 @@ def fetch_pages(
 
 
 @triton.jit
+def read_pages(blocks, host, to, words, host_stride, to_stride, N: tl.constexpr):
+    """The pages of `blocks`, from host memory to rows on the device: grid (n, words / N)."""
+    i, part = tl.program_id(0), tl.program_id(1)
+    word = part * N + tl.arange(0, N)
+    source = (host + tl.load(blocks + i).to(tl.int64) * host_stride).to(tl.pointer_type(tl.int64))
+    row = (to + i.to(tl.int64) * to_stride).to(tl.pointer_type(tl.int64))
+    tl.store(row + word, tl.load(source + word, mask=word < words), mask=word < words)
+
+
+@triton.jit
 def publish_pages(
     staged, blocks, slot_of, host, slots, planes, words, plane_words, staged_stride, host_stride, slot_stride,
     plane_stride, HAS_PLANES: tl.constexpr, N: tl.constexpr,

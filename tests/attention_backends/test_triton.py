@@ -47,7 +47,7 @@ def test_kernels_match_the_oracle_in_the_interpreter_over_wider_shapes():
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_vllm_says_the_same_with_triton_kernels():
-    assert in_the_interpreter(tests=[ROOT / "tests" / "e2e" / "test_triton.py"]) == 2
+    assert in_the_interpreter(tests=[ROOT / "tests" / "e2e" / "test_triton.py"]) == 3
 
 
 V2_TESTS = ROOT / "tests" / "e2e" / "test_v2_runner.py"

@@ -129,7 +129,7 @@ def test_new_pages_go_to_host_memory_to_their_slot_and_to_the_planes(name):
         assert want[2].any() and torch.equal(host, want) and torch.equal(headers, want_headers)
         assert torch.equal(slots, torch.stack((torch.zeros_like(want[4]), want[4])))
         assert torch.equal(planes, want[:, : layout.scoring_bytes])
-    assert torch.equal(pages.page(2), want[2:3])
+    assert torch.equal(pages.read(kernels, torch.tensor([2, 0])), want[[2, 0]])
 
 
 def test_attention_reads_new_content_of_a_page_that_had_a_slot():
