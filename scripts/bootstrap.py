@@ -69,9 +69,7 @@ def find_device() -> str:
         listed = ""
     if "GPU 0" in listed:
         # Complete, but checked without a card only (docs/gpu.md).
-        print(
-            "[install] there is a GPU, but none has run KTX's CUDA path yet: vLLM's CPU build (KTX_DEVICE=cuda overrides)"
-        )
+        print("[install] there is a GPU, but none has run KTX on CUDA: vLLM's CPU build (KTX_DEVICE=cuda overrides)")
     return "cpu"
 
 

@@ -232,7 +232,7 @@ def test_evicting_repeats_the_last_valid_token_and_reopening_brings_the_page_bac
     assert torch.equal(memory.open_pages[0, :, :, 7:], was[:, :, 6:7].expand(-1, -1, SIZE - 7, -1))
     full = memory.open_pages[0].clone()
     memory.open_pages[0] = 0
-    memory._reopen(meta, slot, block.long())
+    memory._reopen(kernels, meta, slot, block.long())
     assert (memory.open_pages[0] - full).abs().max() < 0.02 * full.abs().max()
 
 

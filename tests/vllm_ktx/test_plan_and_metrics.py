@@ -45,8 +45,8 @@ def test_every_audited_step_has_layers_to_audit(layers):
     builder = SimpleNamespace(
         sparse=sparse, layout=layout, audit=Audit(1.0), vllm_config=SimpleNamespace(model_config=model)
     )
-    cu_q, context = torch.tensor([0, 1]), torch.tensor([8000])
-    turns = [KTXMetadataBuilder._sparse_step(builder, cu_q, context)["audit"] for _ in range(8)]
+    cu_q, context = np.array([0, 1]), np.array([8000])
+    turns = [KTXMetadataBuilder._sparse_step(builder, cu_q, context)[1] for _ in range(8)]
     audited = [[i for i in range(layers) if i % AUDITED_LAYERS == turn] for turn in turns]
     assert all(audited) and {i for some in audited for i in some} == set(range(layers))
 
