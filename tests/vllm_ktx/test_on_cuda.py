@@ -52,7 +52,7 @@ def test_served(ktx, options):
     [
         ({"kernels": "native"}, {}, "ktx.kernels='native'", "leave it out"),
         ({"kernels": "torch"}, {}, "ktx.kernels='torch'", "leave it out"),
-        ({"host_gib": 4}, {}, "pages off the device are not served on CUDA", "leave ktx.host_gib"),
+        ({"disk_gib": 4, "disk_dir": "/tmp"}, {}, "live in host memory only", "raise ktx.host_gib"),
         ({"scale_bits": 8}, {}, "no CUDA kernels for 8-bit scales", "leave ktx.key_scale"),
         ({}, {"v2": False}, "V2 model runner", "unset VLLM_USE_V2_MODEL_RUNNER"),
         ({}, {"speculative": "ngram_gpu"}, "'ngram_gpu' with async scheduling", "--no-async-scheduling"),
