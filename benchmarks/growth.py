@@ -140,6 +140,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument("--chunk", type=int, default=2048, help="fresh tokens of a prefill chunk")
     options.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES, help="attention shape")
     options.add_argument("--format", default="k4v4", help="page format")
+    options.add_argument("--order", default="shuffled", choices=("shuffled", "sequential"), help="of the pages' blocks")
     options.add_argument("--stock-up-to", type=int, default=131072, help="largest context of vLLM's op and KTX dense")
     options.add_argument("--rounds", type=int, default=24, help="measured rounds")
     options.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object")
@@ -160,18 +161,20 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     torch.set_num_threads(1)
     kernels, shape = harness.make_kernels("auto"), SHAPES[args.shape]
-    document: dict[str, Any] = {"shape": shape.name, "format": args.format, "threads": 1, "decode": [], "prefill": []}
+    document: dict[str, Any] = {"shape": shape.name, "format": args.format, "order": args.order, "threads": 1}
+    document |= {"decode": [], "prefill": []}
     print("decode, CPU ms a token and layer")
     head = ("context", "vllm", "dense", "header", "cascade", "scan", "probes", "pages", "GB/s", "memory")
     print(" ".join(f"{name:>9}" for name in head))
     for context in args.contexts:
-        row = decode(make_problem(shape, args.format, context, 1), kernels, args)
+        row = decode(make_problem(shape, args.format, context, 1, order=args.order), kernels, args)
         document["decode"].append(row)
         names = [f"{name}_ms" for name in ("stock", "dense", "header", "cascade", "scan", "probes", "pages")]
         values = [row[name] for name in (*names, "scan_gb_s", "memory_gb_s")]
         print(f"{context:>9}", " ".join(f"{'-' if x is None else f'{x:.3f}':>9}" for x in values), flush=True)
     for context in args.prefill_contexts:
-        document["prefill"].append(prefill(make_problem(shape, args.format, context, args.chunk), kernels, args))
+        problem = make_problem(shape, args.format, context, args.chunk, order=args.order)
+        document["prefill"].append(prefill(problem, kernels, args))
         print(f"prefill behind {context}: {document['prefill'][-1]['ms_per_token']:.3f} ms a token", flush=True)
     document |= harness.environment()
     if args.save:

@@ -87,9 +87,11 @@ class Problem:
 
 
 def make_problem(
-    shape: Shape, fmt_name: str, context: int, query_len: int, page_size: int = 64, **settings: Any
-) -> Problem:
-    """A seeded problem as the module's docstring describes it. `settings`: as `parse_format` takes them."""
+    shape: Shape, fmt_name: str, context: int, query_len: int, page_size: int = 64, order: str = "shuffled",
+    **settings: Any,
+) -> Problem:  # fmt: skip
+    """A seeded problem as the module's docstring describes it. `order` of the blocks: `shuffled`, as in a pool that was
+    used for long, or `sequential`, as vLLM hands them out at first. `settings`: as `parse_format` takes them."""
     gen = torch.Generator().manual_seed(7)
     tokens = Tokens(shape, page_size, context + query_len, gen)
     keys, values = tokens.rows(0, context)
@@ -99,7 +101,7 @@ def make_problem(
     q = (q * concentrate(q[0], keys, shape, page_size)[heads, None]).bfloat16()
     layout = PageLayout(parse_format(fmt_name, **settings), page_size, shape.kv_heads, shape.head_dim, dtype_bytes=2)
     problem = Problem(shape, layout, context, query_len, keys, values, q, k, v)
-    problem.headers, problem.pages = fill_pages(layout, keys, values, query_len)
+    problem.headers, problem.pages = fill_pages(layout, keys, values, query_len, order)
     return problem
 
 
@@ -174,13 +176,15 @@ def pages_needed(share: torch.Tensor) -> int:
 
 
 def fill_pages(
-    layout: PageLayout, keys: torch.Tensor, values: torch.Tensor, query_len: int
+    layout: PageLayout, keys: torch.Tensor, values: torch.Tensor, query_len: int, blocks: str = "shuffled"
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Seals what a running sequence would have sealed; the residual pages and the tail stay open. Headers and pages."""
     context, size = len(keys), layout.page_size
     num_pages = max(1, -(-context // size))
     sealed = max(0, context // size - layout.fmt.residual_pages)
-    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1)).int()  # blocks are never in order
+    order = torch.arange(num_pages, dtype=torch.int32)
+    if blocks == "shuffled":
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1)).int()
     open_slot = torch.full((num_pages,), -1, dtype=torch.int32)
     open_slot[order[sealed:].long()] = torch.arange(num_pages - sealed, dtype=torch.int32)
     open_pages = torch.zeros(num_pages - sealed, 2, layout.num_kv_heads, size, layout.head_dim, dtype=keys.dtype)
