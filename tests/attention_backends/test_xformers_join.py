@@ -8,14 +8,14 @@ import os
 import pytest
 import torch
 
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1: test_xformers.py runs it", allow_module_level=True)
 from tests.attention_backends import test_triton_kernels, test_triton_pages
 from tests.attention_backends.cases import make_format
 from tests.attention_backends.partials import Counted
 from tests.attention_backends.test_triton_kernels import SMALL, check, small_batch
 from vllm_ktx.attention_backends.selection import SparseSettings
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1: test_xformers.py runs it", allow_module_level=True)
 pytest.importorskip("triton")
 from vllm_ktx.attention_backends.triton.launch import TritonKernels
 from vllm_ktx.attention_backends.triton.xformers_prefill import Functions, XformersPrefill
