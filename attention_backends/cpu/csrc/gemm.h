@@ -44,8 +44,8 @@ constexpr int kStripVectors = W == 16 ? 4 : 2;
 constexpr int kStrip = kStripVectors * W;
 
 template <class Mac, int NV, bool ADD>
-static inline void multiply_block(const float* a, int64_t lda, const float* b, int k_words, float* c, int64_t ldc,
-                                  const float* keep, const float* gain) {
+KTX_INLINE void multiply_block(const float* a, int64_t lda, const float* b, int k_words, float* c, int64_t ldc,
+                               const float* keep, const float* gain) {
   using Sum = typename Mac::Sum;  // as many bits as vf
   Sum acc[kRows][NV];
   for (int i = 0; i < kRows; i++)

@@ -132,6 +132,14 @@ KTX_INLINE vi to_words(vi a, vi b) {
   const vi x = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xD8);
   return _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(x, 0xD8), 0xD8);
 }
+#else
+KTX_INLINE vi to_words(vi a, vi b) {
+  return ieach([=](int i) {
+    const vi x = i < W / 2 ? a : b;
+    const int c = i / 2 * 4 % W + i % 2;
+    return (x[c] & 0xFFFF) | x[c + 2] << 16;
+  });
+}
 #endif
 
 // Query vectors as x ~ step * word, the words of each four channels in the order 0, 2, 1, 3.

@@ -6,7 +6,8 @@
 // tiles start at fixed places whatever block of queries is at work, and hidden keys add exact zeros.
 //
 // Sealed pages of bf16 models are multiplied as int16 numbers, which err less than bf16 and are up to twice as fast as
-// fp32: queries rounded with a step a row, keys with one a tile, weights a row and tile; value codes as they are.
+// fp32: queries rounded with a step a row, keys with one a tile, weights a row and tile; value codes as they are. Fresh
+// rows too, with a step for each token's values, where there is no bf16 product.
 #pragma once
 #include <type_traits>
 
@@ -40,12 +41,13 @@ KTX_INLINE vf exp2_below_one(vf x) {
 
 template <class Plain, class Codes>
 struct Prefill {
+  static constexpr bool kFreshWords = Codes::kIntegers && Plain::kPack == 1;
   const AttentionArgs& a;
   const Layout& lay;
   int row, kv_head, q_begin, q_end;  // tokens of the row
   int dim, group, rows;              // rows: query tokens x heads of the group, then padding to whole panels
   float *query, *acc, *peak, *total, *offset, *keep, *gain, *scores, *weights;  // offset: all channels' share of minima
-  float *query_step, *query_base, *reference;  // base: query times reference, the first tile's center
+  float *query_step, *query_base, *reference;  // base: query times reference, a first tile's center
   float *shift, *shift_words, shift_step;      // what a tile's center is off that
   Tiles<Plain> plain;
   Tiles<Codes> codes;
@@ -71,7 +73,7 @@ struct Prefill {
     float* own = w.get<float>(kPrefill2, 2 * words + kPanel * (2 * kTile + 2) + 2 * kTile + 3 * dim + 4 * W);
     plain = {take(own, words), take(own, words), dim};
     scores = take(own, kPanel * kTile), weights = take(own, kPanel * kTile);
-    codes = {plain.keys, plain.values, dim, take(own, dim), take(own, kTile), take(own, kTile), 0};
+    codes = {plain.keys, plain.values, dim, take(own, dim), take(own, kTile), take(own, kTile), 0, 0};
     shift = take(own, dim + 2 * W), shift_words = take(own, dim / 2 + W);
     keep = take(own, kPanel), gain = take(own, kPanel);
     exponent = 1.44269504f * (a.softcap > 0 ? 1.f : a.scale);
@@ -101,7 +103,6 @@ struct Prefill {
     }
   }
 
-#if defined(KTX_HAS_WORD_DOTS)
   // x[dim], zero up to the next 2 W, as integer words of sealed channels; whole vectors are written.
   static void to_sealed_words(const float* x, float step, int dim, float* to) {
     const vf inverse = set1(inverse_of(step));
@@ -119,6 +120,15 @@ struct Prefill {
     }
   }
 
+  template <int DT>
+  void ask_reference() {
+    for (int i = 0; !is_padding(i) && i < rows; i++) {
+      vf sum = zero();
+      for (int c = 0; c < dim; c += W) sum = fmadd(load_as<DT>(a.q, query_at(i) + c), load(reference + c), sum);
+      query_base[i] = hsum(sum);
+    }
+  }
+
   // What the words of a tile have in common: it begins at token `from` of pages[0]; `first`: of all tiles.
   template <int DT>
   void start_tile(const PageRef* pages, int n, int from, bool first) {
@@ -133,11 +143,7 @@ struct Prefill {
     };
     if (first && own) {
       for (int c = 0; c < dim; c += W) store(reference + c, middle(c));
-      for (int i = 0; !is_padding(i) && i < rows; i++) {
-        vf sum = zero();
-        for (int c = 0; c < dim; c += W) sum = fmadd(load_as<DT>(a.q, query_at(i) + c), load(reference + c), sum);
-        query_base[i] = hsum(sum);
-      }
+      ask_reference<DT>();
     }
     std::memset(shift, 0, sizeof(float) * (dim + 2 * W));
     for (int c = 0; own && c < dim; c += W) store(shift + c, middle(c) - load(reference + c));
@@ -155,9 +161,65 @@ struct Prefill {
       widen(lay, next, from, count, codes, shift);
       if (!value_scales_wait(lay)) top = max_of(top, largest_value(lay, next, from, count));
     }
-    codes.key_step = word_step(shift, dim);
+    codes.key_step = word_step(shift, dim), codes.weight_words = value_scales_wait(lay) ? 32767 : 8191;
     for (int t = 0; !value_scales_wait(lay) && t < kTile; t++)
       codes.token_scale[t] = top / 2047, codes.token_min[t] = 0;
+  }
+
+  // Fresh keys are relative to the middle of their first tile: what a bias adds to all takes no bits.
+  template <int DT>
+  void start_fresh(const void* keys, int64_t stride) {
+    pack_query_words<DT>();
+    for (int d = 0; d < dim; d += W) {
+      vf low = set1(3e38f), high = set1(-3e38f);
+      for (int i = 0; i < min_of(kTile, q_end); i++) {
+        const vf key = load_as<DT>(keys, i * stride + d);
+        low = vmin(key, low), high = vmax(key, high);
+      }
+      const vf middle = (low + high) * set1(0.5f);
+      store(reference + d, select_nan(middle - middle, zero(), middle));
+    }
+    ask_reference<DT>();
+    shift_step = 0;
+  }
+
+  // `count` fresh rows as integer words, the values with a step a token; false, and nothing, if any isn't finite.
+  template <int DT>
+  bool fill_words(const void* keys, const void* values, int64_t stride, int count) {
+    alignas(64) float x[kMaxDim + 2 * W] = {}, words[8][kMaxDim / 2 + W];
+    const auto size = [](vf y) KTX_LAMBDA { return as_float(iand(as_int(y), iset1(0x7FFFFFFF))); };
+    vf check = zero();
+    for (int i = 0; i < count; i++) {
+      vf top = zero();
+      for (int d = 0; d < dim; d += W) {
+        const vf key = load_as<DT>(keys, i * stride + d), value = load_as<DT>(values, i * stride + d);
+        check = check + ((key - key) + (value - value));
+        store(x + d, vmax(size(key - load(reference + d)), load(x + d)));
+        top = vmax(size(value), top);
+      }
+      codes.token_scale[i] = hmax(top) / 2047, codes.token_min[i] = 0;
+    }
+    if (hsum(check) != 0) return false;
+    codes.key_step = word_step(x, dim), codes.weight_words = 8191;
+    for (int i = 0; i < count; i += 8) {
+      const float* lines[8];
+      for (int j = 0; j < 8; j++) {
+        for (int d = 0; d < dim; d += W)
+          store(x + d, load_as<DT>(keys, min_of(i + j, count - 1) * stride + d) - load(reference + d));
+        to_sealed_words(x, codes.key_step, dim, words[j]);
+        lines[j] = words[j];
+      }
+      for (int word = 0; word < codes.key_words(); word += 8) transpose8(lines, word, codes.key(word, i));
+    }
+    for (int i = 0; i < count; i += 2) {  // an odd last row is paired with zeros
+      const int next = min_of(i + 1, count - 1);
+      const vf own = set1(inverse_of(codes.token_scale[i]));
+      const vf second = set1(next > i ? inverse_of(codes.token_scale[next]) : 0.f);
+      for (int d = 0; d < dim; d += W)
+        store(codes.value(i, d), as_float(pair_words(to_int(load_as<DT>(values, i * stride + d) * own),
+                                                     to_int(load_as<DT>(values, next * stride + d) * second))));
+    }
+    return true;
   }
 
   // Queries i .. i + size times the tile's center, to base[], in whole vectors.
@@ -176,7 +238,6 @@ struct Prefill {
                             load(query_base + i + r)));
     }
   }
-#endif
 
   // One row of scores over `limit` of the tile's `count` tokens -> weights, running peak and sum, and in keep[] what
   // the sums so far are worth in terms of the new peak. A score is base + step times what the product left.
@@ -241,7 +302,7 @@ struct Prefill {
     float* to = weights + panel_row * (kTile / Mac::kPack);
     if constexpr (Mac::kIntegers) {
       store(offset + i * W, low);
-      const float words = value_scales_wait(lay) ? 32767 : 8191, largest = hmax(most);
+      const float words = codes.weight_words, largest = hmax(most);
       gain[panel_row] = largest * (1 / words);
       const vf inverse = set1(largest > 1e-30f ? words / largest : 0.f);
       for (int j = 0; j < kTileVectors; j += 2)
@@ -274,9 +335,7 @@ struct Prefill {
       for (int p = 0; p < num_next; p++) fetch(next[p], i, size);
       const float* q = query + int64_t(i) * words;
       multiply<Mac, false>(q, words, t.keys, t.key_strip(), words, scores, kTile, size, columns);
-#if defined(KTX_HAS_WORD_DOTS)
-      if (Mac::kIntegers) center_dots(i, size, base);
-#endif
+      if constexpr (Mac::kIntegers) center_dots(i, size, base);
       for (int r = 0; r < size; r++)
         softmax_row<Mac>(i + r, r, count, limit_of(i + r, count, first),
                          Mac::kIntegers ? query_step[i + r] * t.key_step : 1.f, base[r]);
@@ -323,9 +382,8 @@ struct Prefill {
       for (int from = 0; from < pages[p].tokens;) {
         const int count = min_of(kTile - filled, pages[p].tokens - from);
         if (pages[p].payload) {
-#if defined(KTX_HAS_WORD_DOTS)
-          if (Codes::kIntegers && filled == 0) start_tile<DT>(pages + p, n - p, from, first && p == 0 && from == 0);
-#endif
+          if constexpr (Codes::kIntegers)
+            if (filled == 0) start_tile<DT>(pages + p, n - p, from, first && p == 0 && from == 0);
           fill_sealed(lay, head_page(lay, pages[p].payload, kv_head), from, count, codes, filled);
         } else {
           const int64_t offset = int64_t(from) * dim * dtype_bytes(DT);
@@ -348,12 +406,24 @@ struct Prefill {
   template <int DT>
   void fresh() {
     const int64_t stride = a.kv_token_stride, head = int64_t(kv_head) * dim;
+    const auto from = [&](const void* x, int first) {
+      return static_cast<const char*>(x) + ((a.cu_q[row] + first) * stride + head) * dtype_bytes(DT);
+    };
+    if constexpr (kFreshWords) start_fresh<DT>(from(a.k, 0), stride);
     for (int first = 0; first < q_end; first += kTile) {
       const int count = min_of(kTile, q_end - first);
-      const int64_t offset = ((a.cu_q[row] + first) * stride + head) * dtype_bytes(DT);
-      fill_plain_keys<Plain, DT>(static_cast<const char*>(a.k) + offset, stride, count, plain, 0);
-      const bool finite = fill_plain_values<Plain, DT>(static_cast<const char*>(a.v) + offset, stride, count, plain, 0);
+      const char *k = from(a.k, first), *v = from(a.v, first);
+      if constexpr (kFreshWords) {
+        if (fill_words<DT>(k, v, stride, count)) {
+          tile<Codes>(codes, count, first, true, nullptr, 0);
+          continue;
+        }
+        pack_queries<DT>();
+      }
+      fill_plain_keys<Plain, DT>(k, stride, count, plain, 0);
+      const bool finite = fill_plain_values<Plain, DT>(v, stride, count, plain, 0);
       tile<Plain>(plain, count, first, finite, nullptr, 0);
+      if constexpr (kFreshWords) pack_query_words<DT>();
     }
   }
 
@@ -375,9 +445,8 @@ struct Prefill {
   template <int DT>
   void begin() {
     reset();
-#if defined(KTX_HAS_WORD_DOTS)
-    if (Codes::kIntegers && lay.k_bits != 16) return pack_query_words<DT>();
-#endif
+    if constexpr (Codes::kIntegers)
+      if (lay.k_bits != 16) return pack_query_words<DT>();
     pack_queries<DT>();
   }
 

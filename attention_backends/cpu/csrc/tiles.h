@@ -19,7 +19,7 @@ struct Tiles {
   float *keys, *values;
   int dim;
   float *center, *token_scale, *token_min;  // [dim], [kTile], [kTile]: of integer words
-  float key_step;
+  float key_step, weight_words;  // the latter: the largest of a row's weights
 
   static int64_t words(int dim) { return int64_t(kTile) * ((dim + kStrip - 1) / kStrip * kStrip) / Mac::kPack; }
   int key_words() const { return dim / Mac::kPack; }
