@@ -97,7 +97,8 @@ def test_the_documents_tables_are_the_results():
     def load(name):
         return json.loads((harness.RESULTS / f"{name}.json").read_text())
 
-    assert compression.markdown(load("quality-table-smollm2")) in text
+    for name in ("smollm2", "smollm2-8192", "smollm2-s32"):
+        assert compression.markdown(load(f"quality-table-{name}")) in text
     assert seal_cost.markdown(load("seal-cost-smollm2")["rows"]) in text
     for model in ("smollm2", "smollm2-s32"):
         assert ablation.markdown(load(f"ablation-{model}")["rows"]) in text, model
