@@ -133,6 +133,7 @@ def record(
     planes = _empty(len(payload), layout.scoring_bytes, kind=torch.uint8)
     pages = DevicePages(layout, payload[: len(payload) // 4], payload, planes)
     pages.seal(kernels, layout, k, v, _empty(8, kind=torch.int64), some, headers, *strides)
+    pages.read(kernels, _empty(8, kind=torch.int64))
     for prefill in (None, XformersPrefill(_shapes_only()))[: 1 if sparse is None else 2]:
         for residency in (None, pages):
             TritonKernels(launch=keep, prefill=prefill).attention(layout, residency=residency, **step)

@@ -55,13 +55,13 @@ V2_TESTS = ROOT / "tests" / "e2e" / "test_v2_runner.py"
 
 @pytest.mark.e2e
 def test_vllms_v2_runner_runs_the_same_steps():
-    assert in_the_interpreter(tests=V2_TESTS) == 1
+    assert in_the_interpreter(tests=[V2_TESTS]) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_vllms_v2_runner_says_the_same_with_triton_kernels():
-    assert in_the_interpreter("-m", "slow", tests=V2_TESTS) == 1
+    assert in_the_interpreter("-m", "slow", tests=[V2_TESTS]) == 1
 
 
 def launches(name, dim, dtype=torch.bfloat16, q_heads=32, kv_heads=8):
