@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import logging
 import weakref
-from dataclasses import replace
 
 import torch
 
 from ..kv_quant import PageLayout
-from ..offload import CapacityError, PoolStats, check_capacity
-from ..offload.capacity import GIB, look
+from ..offload import CapacityError, PoolStats
+from ..offload.capacity import GIB
 from ..offload.tiers import allocate_host
 from ..tiering import TierPlan, page_spec
+from .tiered import checked_capacity
 from .triton.device_pages import DevicePages
 from .triton.residency import FETCHED, HITS, IN_PLACE
 
@@ -51,12 +51,7 @@ class DeviceTiers:
                 "and raise ktx.host_gib"
             )
         spec, device = page_spec(layout, len(memory), num_blocks), memory[0].device
-        machine = look()
-        machine = replace(machine, ram=None if machine.ram is None else machine.ram // ranks)
-        verdict = check_capacity(spec, plan.host_bytes / GIB, 0.0, None, machine)
-        if not verdict.ok:
-            raise CapacityError("KTX: " + "; ".join(verdict.errors))
-        self.warnings = list(verdict.warnings)
+        self.warnings = list(checked_capacity(plan, spec, ranks).warnings)
         if plan.eviction == "attention":
             self.warnings.append("ktx.eviction='attention': on a GPU slots are given up by age alone ('clock')")
         planes = plan.scores_codes and spec.num_pages * spec.scoring_bytes <= plane_bytes

@@ -15,7 +15,7 @@ from .kernels import Kernels
 from .tiered import LayerPages
 
 if TYPE_CHECKING:
-    from .ktx import KTXMetadata
+    from .metadata import KTXMetadata
     from .triton.device_pages import DevicePages
 
 logger = logging.getLogger("vllm.ktx")

@@ -24,11 +24,13 @@ from ..offload import (
     DiskTier,
     HotPool,
     LayerPipeline,
+    PageSpec,
     PoolFull,
     PoolStats,
     TieredStore,
     TierFault,
     Trace,
+    Verdict,
     check_capacity,
 )
 from ..offload.capacity import GIB, look
@@ -55,11 +57,7 @@ class Tiers:
     ) -> None:
         check_slots(len(memory[0]), plan.overcommit, device_fix(plan.overcommit, layout, len(memory)))
         spec = page_spec(layout, len(memory), num_blocks)
-        machine = look(plan.disk_dir)
-        machine = replace(machine, ram=_part(machine.ram, ranks), disk=_part(machine.disk, ranks))
-        verdict = check_capacity(spec, plan.host_bytes / GIB, plan.disk_bytes / GIB, plan.disk_dir, machine)
-        if not verdict.ok:
-            raise CapacityError("KTX: " + "; ".join(verdict.errors))
+        verdict = checked_capacity(plan, spec, ranks)
         self.warnings = list(verdict.warnings)
         plane_bytes = plan.plane_bytes(spec)
         if plan.scores_codes and not plane_bytes:
@@ -119,8 +117,19 @@ class Tiers:
         return faults
 
 
-def _part(size: int | None, ranks: int) -> int | None:
-    return None if size is None else size // ranks
+def checked_capacity(plan: TierPlan, spec: PageSpec, ranks: int) -> Verdict:
+    """What `plan`'s host memory and disk hold of `spec`'s pages, on a machine that `ranks` share evenly. Raises
+    CapacityError, naming settings and numbers, if not all."""
+
+    def part(size: int | None) -> int | None:
+        return None if size is None else size // ranks
+
+    machine = look(plan.disk_dir)
+    machine = replace(machine, ram=part(machine.ram), disk=part(machine.disk))
+    verdict = check_capacity(spec, plan.host_bytes / GIB, plan.disk_bytes / GIB, plan.disk_dir, machine)
+    if not verdict.ok:
+        raise CapacityError("KTX: " + "; ".join(verdict.errors))
+    return verdict
 
 
 class LayerPages:
@@ -197,13 +206,11 @@ class LayerPages:
         src_offsets: torch.Tensor,
         blocks: torch.Tensor,
         headers: torch.Tensor,
-        token_stride: int,
-        head_stride: int,
+        *strides: int,
     ) -> None:
         """As `Kernels.seal`, into slots that new pages get."""
         for part, slots in self.place(blocks):
-            args = (src_offsets[part], blocks[part], headers, self._slots, slots, token_stride, head_stride)
-            kernels.seal(layout, k, v, *args)
+            kernels.seal(layout, k, v, src_offsets[part], blocks[part], headers, self._slots, slots, *strides)
 
     def slot_of(self, block: int) -> int:
         """The slot of one page, fetched if need be, until the next call of this object. Raises TierFault."""

@@ -89,8 +89,7 @@ class DevicePages:
         src_offsets: torch.Tensor,
         blocks: torch.Tensor,
         headers: torch.Tensor,
-        token_stride: int,
-        head_stride: int,
+        *strides: int,
     ) -> None:
         """As `TritonKernels.seal`, into the pages' places in host memory, and in a slot where they have one. Pages get
         no slot for being new: the first step that reads them fetches them."""
@@ -99,7 +98,7 @@ class DevicePages:
         # By way of the device: sealing writes single bytes, and those should not cross the bus one by one.
         staged = torch.empty(len(blocks), WORD * self.words, dtype=torch.uint8, device=self.slots.device)
         rows = torch.arange(len(blocks), dtype=torch.int32, device=self.slots.device)
-        kernels.seal(layout, k, v, src_offsets, blocks, headers, staged, rows, token_stride, head_stride)
+        kernels.seal(layout, k, v, src_offsets, blocks, headers, staged, rows, *strides)
         has_planes = self.planes is not None
         kernels.launch(publish_pages, (len(blocks), -(-self.words // COPY_WORDS)),
             staged, blocks, self.slot_table, self.host, self.slots, self.planes, self.words, self.plane_words,
@@ -121,7 +120,7 @@ class DevicePages:
     def end(self, start: float, votes: torch.Tensor | None = None) -> None:
         """Likewise."""
 
-    def bring(
+    def begin_round(
         self,
         launch: Callable[..., None],
         grid: tuple[int, int, int],

@@ -330,11 +330,11 @@ class _Step:
         sums = self._new(units, shape.heads, splits, shape.group, 1 + shape.rotate, shape.dim)
         choice = (self.units, self.units)  # placeholders where nothing is chosen
         if self.dense:
-            self._bring(self.units, first, units, choice)
+            self._fetch(self.units, first, units, choice)
         self._attend_splits(first, units, stats, sums, choice, fresh, 0, lead, splits, False)
         if not self.dense:
             choice = self._choose(self.units, first, units, 1, stats, splits, lead)
-            self._bring(self.units, first, units, choice)
+            self._fetch(self.units, first, units, choice)
             self._attend_splits(first, units, stats, sums, choice, 0, lead, splits - lead, splits, True)
         self.launch(merge_splits, (units, self.q.shape[1]),
             self.out, self.lse, stats, sums, self.cu_q, self.units, self.totals, self.out.stride(0),
@@ -342,11 +342,11 @@ class _Step:
             HAS_LSE=self.lse is not None, L=shape,
         )  # fmt: skip
 
-    def _bring(self, unit_list: torch.Tensor, first: int, units: int, choice: tuple[torch.Tensor, ...]) -> None:
+    def _fetch(self, unit_list: torch.Tensor, first: int, units: int, choice: tuple[torch.Tensor, ...]) -> None:
         """Slots for what the units are about to read, where not all pages have one."""
         if self.residency is not None:
             tokens = unit_list is self.units
-            self.residency.bring(
+            self.residency.begin_round(
                 self.launch, (units, 1 if self.dense else 1 + self.L.heads, max(self.always, self.cap)),
                 (self.cu_q, self.context, self.table, self.open_slot, unit_list, self.totals, *choice),
                 (self.table.stride(0), self.cap, first, *self.limits), int(tokens and first == 0), BLOCKS=not tokens,
@@ -448,7 +448,7 @@ class _Step:
         chosen = lengths = self.blocks
         if not self.dense:
             chosen, lengths = self._choose(self.blocks, first, units, SAMPLES, None, 1, 1)
-        self._bring(self.blocks, first, units, (chosen, lengths))
+        self._fetch(self.blocks, first, units, (chosen, lengths))
         if self.prefill is not None and self.prefill.fits(self):
             self.prefill.attend(self, first, units, chosen, lengths)
             return

@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_ktx import _compat, metrics
-from vllm_ktx.attention_backends import device_step, ktx, layer_memory
+from vllm_ktx.attention_backends import device_step, ktx, layer_memory, metadata
 from vllm_ktx.attention_backends.device_step import Accounts, DeviceSlots, send
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -71,7 +71,7 @@ class Layers:
                 layers[name] = SimpleNamespace(impl=impl, layer_name=name)
             spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=KV_HEADS, head_size=DIM, dtype=torch.float32)
             self.bind(layers, ktx.KTXBackend.customize_spec(spec).page_size_bytes)
-            self.builder = ktx.KTXMetadataBuilder(spec, list(layers), config, device)
+            self.builder = metadata.KTXMetadataBuilder(spec, list(layers), config, device)
         self.layers = list(layers.values())
         self.free = list(range(1, BLOCKS))
         self.host = np.zeros((8, BLOCKS), np.int32)
@@ -153,8 +153,8 @@ def test_no_step_reads_the_device(device):
             meta = device.builder.build(0, common)
             device.attend(meta, inputs)
         assert device.guard.uploads == i + 1, "one copy a step"
-        parts |= {name for name in (*ktx._COLUMNS, "sparse") if getattr(meta, name) is not None}
-    assert parts == {*ktx._COLUMNS, "sparse"}, "every kind of work was done"
+        parts |= {name for name in (*metadata._COLUMNS, "sparse") if getattr(meta, name) is not None}
+    assert parts == {*metadata._COLUMNS, "sparse"}, "every kind of work was done"
     assert {"seal_pages", "append_rows", "choose_pages", "attend_split"} <= set(device.launched)
 
 
@@ -169,7 +169,7 @@ def test_dummy_steps_touch_nothing(device):
         with device.guard:
             meta = device.builder.build(0, common)
             device.attend(meta, inputs)
-        assert all(getattr(meta, name) is None for name in ktx._COLUMNS)
+        assert all(getattr(meta, name) is None for name in metadata._COLUMNS)
     after = pages.slot_of, pages.fill, pages.dirty, pages.sealed_fill
     assert all((x == y).all() for x, y in zip(before, after, strict=True))
     assert device.attend(None, device.inputs(6)), "what is measured before there is a cache"
@@ -189,7 +189,7 @@ def test_another_cache_starts_with_an_empty_map(device):
     assert device.builder.bind() is not first and len(meta.open_slot) == 2 * BLOCKS
     assert all(layer.impl._memory.storage[1] == 2 * BLOCKS for layer in device.layers)
     config = device.builder.vllm_config
-    ktx.KTXMetadataBuilder(device.builder.kv_cache_spec, device.builder.layer_names, config, META)
+    metadata.KTXMetadataBuilder(device.builder.kv_cache_spec, device.builder.layer_names, config, META)
     assert all(layer.impl._memory is None for layer in device.layers), "a new builder lets go of the old cache"
 
 
@@ -304,7 +304,7 @@ READERS = {Accounts.flush, Accounts._tell}  # of what has arrived, or outside of
 HOT = [
     *(f for x in (Accounts, DeviceSlots) for f in vars(x).values() if inspect.isfunction(f)), send,
     *(getattr(layer_memory.LayerMemory, name) for name in ("apply", "_seal", "_seal_slots", "_evict", "_unseal")),
-    ktx.KTXImpl.forward, ktx.KTXImpl._bind, ktx.KTXMetadataBuilder._send_step,
+    ktx.KTXImpl.forward, ktx.KTXImpl._bind, metadata.KTXMetadataBuilder._send_step,
 ]  # fmt: skip
 
 

@@ -212,7 +212,7 @@ def test_the_page_table_follows_the_model(num_slots):
                 for n, own in zip(fresh, tables, strict=True)]  # fmt: skip
         taken, misses = model.round(rows, tick)
         cu_q = torch.tensor([0, *fresh]).cumsum(0).int()
-        pages.bring(
+        pages.begin_round(
             launch, (3, 1, 8), (cu_q, context, table, open_slot, units, totals, units, units),
             (table.stride(0), 1, 0, 0, 0, 1 << 20), tick, BLOCKS=False, CHOSEN=False, L=shape,
         )  # fmt: skip
@@ -257,7 +257,7 @@ def test_a_long_prompt_leaves_what_decode_works_on():
     for step in range(12):
         table = torch.arange(8).repeat(2, 1).int()
         table[1] = 6 + step % 3 * 8 + table[1]
-        pages.bring(
+        pages.begin_round(
             launch, (2, 1, 8),
             (torch.tensor([0, 1, 101]).int(), torch.tensor([6 * 32, 8 * 32]).int(), table, open_slot, units, totals,
              units, units),

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_ktx.attention_backends.ktx import KTXImpl, KTXMetadata
+from vllm_ktx.attention_backends.ktx import KTXImpl
+from vllm_ktx.attention_backends.metadata import KTXMetadata
 from vllm_ktx.attention_backends.selection import SparseSettings
 
 HEADS, PAGES = 2, 600

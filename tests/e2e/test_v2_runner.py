@@ -28,7 +28,7 @@ from vllm import SamplingParams  # noqa: E402
 
 from tests.e2e.support import engine, metric, prompts  # noqa: E402
 from vllm_ktx import _compat  # noqa: E402
-from vllm_ktx.attention_backends.ktx import KTXMetadataBuilder  # noqa: E402
+from vllm_ktx.attention_backends.metadata import KTXMetadataBuilder  # noqa: E402
 from vllm_ktx.metrics import snapshot  # noqa: E402
 
 pytestmark = pytest.mark.e2e

@@ -38,7 +38,7 @@ def test_plan_says_when_host_memory_and_disk_are_not_needed():
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 30])
 def test_every_audited_step_has_layers_to_audit(layers):
-    from vllm_ktx.attention_backends.ktx import AUDITED_LAYERS, KTXMetadataBuilder
+    from vllm_ktx.attention_backends.metadata import AUDITED_LAYERS, KTXMetadataBuilder
 
     model = SimpleNamespace(get_total_num_hidden_layers=lambda: layers)
     layout, sparse = PageLayout(parse_format("k4v4"), 64, 8, 128), SparseSettings(window=256, min_pages=1)

@@ -65,7 +65,8 @@ class Outliers:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Adds every step of exactly one page of tokens that a KTX engine of this process runs meanwhile."""
-        from ..attention_backends.ktx import KTXImpl, layer_index
+        from ..attention_backends.ktx import KTXImpl
+        from ..attention_backends.metadata import layer_index
 
         forward = KTXImpl.forward
 

@@ -74,13 +74,13 @@ struct SparseArgs {
   float* depth;                        // [tokens, num_kv_heads] share of the candidates whose plane 0 was read, or null
 };
 
-// Where not all pages are resident: before a wave of tasks reads sealed pages, `bring` makes those of `count` distinct
+// Where not all pages are resident: before a wave of tasks reads sealed pages, `fetch` makes those of `count` distinct
 // blocks (at most `limit`) readable through payload_slot, alone the bytes up to k_plane1 if `scoring`, until its next
 // call. Called by the thread that called the kernel. A result other than 0 ends the kernel, which then returns -2.
 // It isn't called for waves whose slots all have `slot_state` resident and `slot_parts` whole; theirs get 1 in `touched`.
 // The first bytes of every page may also lie somewhere else (`scoring`), and are then never brought.
 struct Residency {
-  int32_t (*bring)(void* context, const int32_t* blocks, int32_t count, int32_t scoring);
+  int32_t (*fetch)(void* context, const int32_t* blocks, int32_t count, int32_t scoring);
   void* context;
   int32_t limit, num_blocks;           // limit: at least 16
   const uint8_t* scoring;              // [num_blocks], or null

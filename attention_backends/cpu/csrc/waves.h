@@ -42,10 +42,10 @@ class Waves {
         break;
       }
     }
-    return bring(scoring) ? i : begin;
+    return fetch(scoring) ? i : begin;
   }
 
-  // Moves all sweeps on to the wave that brings their next pages, the lowest first; false when all have ended. All but
+  // Moves all sweeps on to the wave that fetches their next pages, the lowest first; false when all have ended. All but
   // the last wave of a sweep end at a multiple of `step` of its pages.
   bool next(Sweep* sweeps, int n, int step, bool scoring) {
     bool any = false;
@@ -70,7 +70,7 @@ class Waves {
     }
     for (int i = 0; i < n; i++)
       if (sweeps[i].to < sweeps[i].count) sweeps[i].to -= (sweeps[i].to - sweeps[i].at) % step;
-    return bring(scoring);
+    return fetch(scoring);
   }
 
  private:
@@ -103,8 +103,8 @@ class Waves {
     return true;
   }
 
-  bool bring(bool scoring) {
-    stopped = count && !all_resident() && r->bring(r->context, pages, count, scoring);
+  bool fetch(bool scoring) {
+    stopped = count && !all_resident() && r->fetch(r->context, pages, count, scoring);
     return !stopped;
   }
 };

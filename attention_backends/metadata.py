@@ -1,0 +1,311 @@
+"""The metadata of a step and the builder that plans it, for one KV cache group.
+
+Planning is the host's, also where a device holds the block tables: it reads copies that vLLM's runner made on their way
+there (`_compat.host_table`), never the device. The same plan goes to all layers of the group.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from .. import _compat
+from ..config import KtxConfig
+from ..kv_quant import PageLayout
+from ..metrics import ON_DEVICE, STATS, TRACES
+from ..offload import OpenPages, StepPlan, Trace
+from ..plan import log_memory_plan
+from ..plugin import ktx_config
+from ..tiering import engine_plan
+from .audit import Audit
+from .device_step import Accounts, DeviceSlots, send
+from .layer_memory import carve
+from .selection import SparseSettings
+from .tiered import Tiers
+
+if TYPE_CHECKING:
+    from .device_tiers import DeviceTiers
+
+logger = logging.getLogger("vllm.ktx")
+
+MIN_WIDTH = 16  # of a block table on a device, pages
+AUDITED_LAYERS = 4  # an audited step recomputes every fourth layer, another one each time
+
+
+@functools.cache
+def layer_index(name: str) -> int:
+    """The number of a layer from its name (`model.layers.7.self_attn.attn` -> 7)."""
+    numbers = [part for part in name.split(".") if part.isdigit()]
+    return int(numbers[0]) if numbers else 0
+
+
+def page_layout(
+    spec: AttentionSpec, config: KtxConfig, cache_dtype: str, model_dtype: torch.dtype, layer_name: str | None
+) -> PageLayout:
+    """The layout of `spec`'s pages in the named layer (None: the default format's)."""
+    fmt = config.kv_format(cache_dtype, None if layer_name is None else layer_index(layer_name))
+    return PageLayout(fmt, spec.block_size, spec.num_kv_heads, spec.head_size, model_dtype.itemsize)
+
+
+def draft_tokens(vllm_config: VllmConfig) -> int:
+    """Most drafts in one row's step."""
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens or 0)
+
+
+def open_capacity(vllm_config: VllmConfig, layout: PageLayout, num_blocks: int = 1 << 30) -> int:
+    """Open slots that any step of this engine can do with."""
+    scheduler = vllm_config.scheduler_config
+    rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    per_row = OpenPages.slots_per_row(layout.page_size, layout.fmt.residual_pages, draft_tokens(vllm_config))
+    return min(rows * per_row + 1, num_blocks)
+
+
+@dataclass
+class KTXMetadata(AttentionMetadata):
+    """One step of one KV cache group; the same for all its layers. Tensors on the layers' device, int32 unless said
+    otherwise.
+
+    `cu_q` `[rows + 1]`, `context` `[rows]`, `block_table` `[rows, max_pages]`, `open_slot` `[num_blocks]`. `sparse`:
+    None too where no row of the step is long enough to leave a page out; `context_pages` `[tokens]` (int64) is then
+    empty. `max_query_len`, `accounts`: where the step was planned from host copies of a device's tables.
+    """
+
+    num_tokens: int
+    cu_q: torch.Tensor
+    context: torch.Tensor
+    block_table: torch.Tensor
+    open_slot: torch.Tensor
+    open_capacity: int
+    layout: PageLayout
+    sparse: SparseSettings | None
+    context_pages: torch.Tensor
+    audit: int | None  # which of every AUDITED_LAYERS layers are recomputed densely; None: this step isn't audited
+    evict: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # slot (int64), block, valid tokens
+    reopen: tuple[torch.Tensor, torch.Tensor] | None  # slot, block (int64)
+    append: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # token, slot, offset
+    seal_fresh: tuple[torch.Tensor, torch.Tensor] | None  # first token (int64), block
+    seal_open: tuple[torch.Tensor, torch.Tensor] | None  # slot (int64), block
+    tiers: Tiers | None = None  # where not all pages are resident
+    max_query_len: int | None = None
+    accounts: Accounts | None = None
+    lost: set[int] = field(default_factory=set)  # blocks that couldn't be had in this step
+
+    def count_votes(self, chosen: torch.Tensor) -> torch.Tensor:
+        """int64 `[num_blocks]`: how often each block is in the lists of `chosen` int32 `[tokens, kv_heads, any]`: page
+        numbers, -1 behind the last; of rows whose first entry is -1 nothing else is read."""
+        token, head = (chosen[..., 0] >= 0).nonzero(as_tuple=True)
+        pages = chosen[token, head].long()
+        row = torch.searchsorted(self.cu_q[1:], token.int(), right=True)
+        blocks = self.block_table[row[:, None], pages.clamp(min=0)][pages >= 0]
+        return torch.bincount(blocks.long(), minlength=len(self.open_slot))
+
+    def drop_context(self, blocks: set[int]) -> bool:
+        """Rows that read one of `blocks` are computed without their context from now on: vLLM computes them again.
+        Returns whether there was one that still had its context."""
+        self.lost |= blocks
+        pages = -(-self.context.long() // self.layout.page_size)
+        lost = torch.isin(self.block_table, torch.tensor(sorted(blocks), dtype=self.block_table.dtype))
+        rows = (lost & (torch.arange(self.block_table.shape[1]) < pages[:, None])).any(1)
+        self.context = torch.where(rows, 0, self.context)
+        return bool(rows.any())
+
+
+class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
+    """Plans each step on the host from block tables and lengths.
+
+    A plan isn't part of a CUDA graph, so attention runs between the graphs of the other layers' parts.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        config = ktx_config(vllm_config)
+        # vLLM makes a builder for each page size, so all its layers have one format.
+        dtypes = vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype
+        (self.layout,) = {page_layout(kv_cache_spec, config, *dtypes, name) for name in layer_names}
+        self.sparse = config.sparse_settings(self.layout.fmt, self.layout.page_size, layer_index(layer_names[0]))
+        layers = vllm_config.compilation_config.static_forward_context
+        first = next(
+            (name for name, layer in layers.items() if isinstance(getattr(layer, "impl", None), AttentionImpl)), ""
+        )
+        self.counts_steps = first in layer_names  # one builder of the engine's does
+        self.audit = Audit(config.audit_rate)
+        self.tier_plan = engine_plan(vllm_config, config, self.layout)
+        self.trace = Trace() if config.trace else None
+        if self.trace is not None:
+            TRACES.add(self.trace)
+        self.tiers: Tiers | None = None
+        self.device_tiers: DeviceTiers | None = None
+        self._close_tiers: Callable[[], Any] = lambda: None
+        self._open_pages: OpenPages | None = None
+        self._bound = (0, 0)  # address and blocks of the cache
+        STATS.publish()
+        log_memory_plan(
+            vllm_config,
+            self.layout,
+            len(layer_names),
+            open_capacity(vllm_config, self.layout),
+            self.sparse,
+            self.tier_plan,
+        )
+        for name in layer_names:
+            layers[name].impl.unbind()  # a profiling cache of before
+        self._sparse_layers = [i for i in map(layer_index, layer_names) if i >= config.dense_layers]
+        self._device_slots: DeviceSlots | None = None
+        self._accounts: Accounts | None = None
+
+    def bind(self) -> OpenPages:
+        """The map of open pages and the tiers, made anew when vLLM binds another cache (a profiling cache comes first
+        on CUDA). Raises CapacityError if the tiers can't be had."""
+        context = self.vllm_config.compilation_config.static_forward_context
+        first = context[self.layer_names[0]].kv_cache
+        num_blocks = first.shape[0]
+        if self._open_pages is None or self._bound != (first.data_ptr(), num_blocks):
+            self._bound = first.data_ptr(), num_blocks
+            size, residual = self.layout.page_size, self.layout.fmt.residual_pages
+            capacity = open_capacity(self.vllm_config, self.layout, num_blocks)
+            self._open_pages = OpenPages(num_blocks, capacity, size, residual, draft_tokens(self.vllm_config))
+            self._device_slots = None
+            if self.tier_plan.overcommit > 1:
+                self._open_tiers(context, num_blocks)
+        return self._open_pages
+
+    def _open_tiers(self, context: dict[str, Any], num_blocks: int) -> None:
+        self._close_tiers()
+        names = sorted(self.layer_names, key=layer_index)
+        memory = [carve(context[name].kv_cache, self.layout)[0] for name in names]
+        ranks = self.vllm_config.parallel_config.world_size
+        plan = self.tier_plan
+        tiers: Tiers | DeviceTiers
+        if context[names[0]].impl.kernels.name == "triton":
+            from .device_tiers import DeviceTiers
+
+            self.device_tiers = tiers = DeviceTiers(plan, self.layout, num_blocks, memory, ranks=ranks)
+        else:
+            self.tiers = tiers = Tiers(plan, self.layout, num_blocks, memory, self.trace, ranks)
+        self._close_tiers = weakref.finalize(self, tiers.close)  # threads and file go with the engine
+        for warning in tiers.warnings:
+            logger.warning("KTX: %s", warning)
+        for name, pages in zip(names, tiers.layers, strict=True):
+            context[name].impl.pages = pages
+
+    def take_faults(self) -> set[int]:
+        """Blocks whose content was lost since the last call; vLLM's scheduler must have them computed again."""
+        return set() if self.tiers is None else self.tiers.take_faults()
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> KTXMetadata:
+        common = common_attn_metadata
+        pages = self.bind()
+        device_table, host_table = common.block_table_tensor, _compat.host_table(common)
+        cu_q = common.query_start_loc_cpu.to(torch.int32).numpy()
+        table: Any  # numpy's, or what is indexed as such
+        if host_table is not None:
+            lengths, table = common.seq_lens_cpu_upper_bound, host_table  # exact but for drafts of an unfinished step
+        elif device_table.device.type == "cpu":
+            lengths, table = common.seq_lens, device_table.numpy()
+        else:
+            raise RuntimeError("KTX has no host copy of this step's block table: vLLM's V2 model runner didn't make it")
+        context = lengths.numpy()[: len(cu_q) - 1].astype(np.int32) - np.diff(cu_q)
+        prefilling = None if common.is_prefilling is None else common.is_prefilling.numpy()
+        plan = pages.plan(cu_q, context, table, prefilling)
+        if self.tiers is not None:
+            begun = pages.block_of[plan.append[plan.append[:, 2] == 0, 1]]  # blocks that held something else before
+            STATS.record_tiers(self.tiers.begin_step(table[:, 0].tobytes(), begun[begun >= 0]))
+        if self.device_tiers is not None:
+            STATS.record_tiers(self.device_tiers.take_stats())
+        if self.counts_steps and not (host_table is not None and host_table.dummy):
+            STATS.record_step(cu_q, context, pages.take_stats())
+        sparse, audit, context_pages = self._sparse_step(cu_q, context)
+        arrays = {"cu_q": (cu_q,), "context": (context,), "context_pages": (context_pages,), **_plan_columns(plan)}
+        if host_table is None:
+            parts: dict[str, Any] = {name: tuple(map(torch.from_numpy, columns)) for name, columns in arrays.items()}
+            parts |= {"block_table": device_table, "open_slot": torch.from_numpy(pages.slot_of)}
+        else:
+            parts = self._send_step(common, pages, arrays, context, sparse is not None)
+        parts |= {name: parts[name][0] for name in ("cu_q", "context", "context_pages")}
+        parts |= {name: parts[name] or None for name in _COLUMNS}
+        meta = KTXMetadata(
+            num_tokens=common.num_actual_tokens,
+            open_capacity=pages.capacity,
+            layout=self.layout,
+            tiers=self.tiers,
+            sparse=sparse,
+            audit=audit,
+            **parts,
+        )
+        if self.tiers is not None and (unplaced := self.tiers.take_unplaced()):
+            self.tiers.note_faults(unplaced)
+            meta.drop_context(unplaced)
+        return meta
+
+    def _sparse_step(self, cu_q: Any, context: Any) -> tuple[SparseSettings | None, int | None, Any]:
+        """The step's sparse attention, audit and pages by token: none where every row reads all its pages anyway."""
+        sparse, size = self.sparse, self.layout.page_size
+        longest = int((context + np.diff(cu_q)).max()) if len(context) else 0
+        first, last = (0, 0) if sparse is None else sparse.candidates(longest, longest, size)
+        if first == last:
+            return None, None, np.empty(0, np.int64)
+        pages = np.repeat(-(-context.astype(np.int64) // size), np.diff(cu_q))
+        layers = self.vllm_config.model_config.get_total_num_hidden_layers()
+        return sparse, self.audit.next_turn(min(AUDITED_LAYERS, layers)), pages
+
+    def _send_step(
+        self, common: CommonAttentionMetadata, pages: OpenPages, arrays: dict[str, tuple], context: Any, sparse: bool
+    ) -> dict[str, Any]:
+        """The step's arrays as tensors on the device, and what else its metadata has there."""
+        device = common.block_table_tensor.device
+        if self._device_slots is None:
+            self._device_slots = DeviceSlots(len(pages.slot_of), device)
+            self._accounts = Accounts(self._sparse_layers, self.layout.num_kv_heads, device)
+            ON_DEVICE.add(self._accounts)
+        assert self._accounts is not None
+        arrays = {**arrays, "changed": self._device_slots.changes(pages.slot_of)}
+        sent = iter(send([column for columns in arrays.values() for column in columns], device))
+        parts: dict[str, Any] = {name: tuple(next(sent) for _ in columns) for name, columns in arrays.items()}
+        self._device_slots.apply(*parts.pop("changed"))
+        self._accounts.begin_step(parts["context_pages"][0] if sparse else None)
+        # Kernels' grids follow from the table's width: a power of two makes few of them.
+        used = -(-int(context.max(initial=1)) // self.layout.page_size)
+        width = max(MIN_WIDTH, 1 << (used - 1).bit_length())
+        parts["block_table"] = common.block_table_tensor[: len(context), :width]
+        parts |= {"open_slot": self._device_slots.tensor, "accounts": self._accounts}
+        return {**parts, "max_query_len": common.max_query_len}
+
+
+# Columns of each part of a plan, as the kernels take them.
+_COLUMNS = {
+    "evict": (np.int64, np.int32, np.int32),
+    "reopen": (np.int64, np.int64),
+    "append": (np.int32, np.int32, np.int32),
+    "seal_fresh": (np.int64, np.int32),
+    "seal_open": (np.int64, np.int32),
+}
+
+
+def _plan_columns(plan: StepPlan) -> dict[str, tuple[Any, ...]]:
+    """The plan's arrays by column; empty for what a step has nothing of."""
+    parts = ((name, getattr(plan, name), kinds) for name, kinds in _COLUMNS.items())
+    return {name: tuple(rows[:, i].astype(kind) for i, kind in enumerate(kinds)) if len(rows) else ()
+            for name, rows, kinds in parts}  # fmt: skip
