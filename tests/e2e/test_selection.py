@@ -85,7 +85,7 @@ def test_bad_settings_fail_at_start_up(tmp_path, ktx, options, message):
                 "n_routed_experts": 2,
                 "first_k_dense_replace": 2,
             },
-            "multi-head latent attention",
+            "VLLM_MLA_DISABLE=1",
         ),
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16}, "Mamba"),
     ],
