@@ -90,8 +90,9 @@ def unsupported(vllm_config: Any) -> list[str]:
         reasons.append("state-space (Mamba) and hybrid models keep a recurrent state beside the KV cache")
     if model.use_mla:
         reasons.append(
-            "its multi-head latent attention caches one latent for all heads, which KTX doesn't page yet: set "
-            "VLLM_MLA_DISABLE=1, so that vLLM caches keys and values by head (more memory a token)"
+            "its multi-head latent attention caches one latent for all heads, which KTX doesn't page yet: on CUDA set "
+            "VLLM_MLA_DISABLE=1, so that vLLM caches keys and values by head (more memory a token; vLLM 0.32's CPU "
+            "build computes such heads wrongly)"
         )
     if vllm_config.kv_transfer_config is not None and vllm_config.kv_transfer_config.is_kv_transfer_instance:
         reasons.append("a KV connector (--kv-transfer-config) would move pages without their open copies: remove it")
