@@ -64,7 +64,7 @@ class DeviceTiers:
         registered: list[torch.Tensor] = []
         self._seen, self._copied = torch.zeros(2, len(memory), 3, dtype=torch.int64)
         self._arrived: torch.cuda.Event | None = None
-        self.close = weakref.finalize(self, _unregister, registered)  # host memory goes with the engine
+        self.close = weakref.finalize(self, unpin, registered)  # host memory goes with the engine
         self.layers = []
         for slots, counts in zip(memory, self.counts, strict=True):
             if not len(slots):  # of a small cache that vLLM profiles with
@@ -125,7 +125,7 @@ def pinned(rows: int, row_bytes: int, device: torch.device, registered: list[tor
         ) from reason
 
 
-def _unregister(registered: list[torch.Tensor]) -> None:
+def unpin(registered: list[torch.Tensor]) -> None:
     if registered and torch.cuda.is_available():
         torch.cuda.synchronize()
         for memory in registered:

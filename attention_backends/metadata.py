@@ -37,6 +37,7 @@ from .audit import Audit
 from .device_step import Accounts, DeviceSlots, send
 from .layer_memory import carve
 from .selection import SparseSettings
+from .self_check import check_once
 from .tiered import Tiers
 
 if TYPE_CHECKING:
@@ -173,6 +174,16 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         self._sparse_layers = [i for i in map(layer_index, layer_names) if i >= config.dense_layers]
         self._device_slots: DeviceSlots | None = None
         self._accounts: Accounts | None = None
+        if device.type == "cuda" if config.self_check is None else config.self_check:
+            self._check_kernels(layers[layer_names[0]].impl)
+
+    def _check_kernels(self, impl: Any) -> None:
+        """Raises KernelError if they are wrong on this device."""
+        paged = self.tier_plan.overcommit > 1 and impl.kernels.name == "triton"
+        setup = (impl.kernels, self.layout, impl.num_heads, impl.model_dtype, self.device)
+        found, seconds = check_once(*setup, self.sparse, impl.softcap, paged)
+        errors = ", ".join(f"{name} {error:.1e}" for name, error in found.items())
+        logger.info("KTX: its %s kernels agree with the reference (%s; %.1f s)", impl.kernels.name, errors, seconds)
 
     def bind(self) -> OpenPages:
         """The map of open pages and the tiers, made anew when vLLM binds another cache (a profiling cache comes first

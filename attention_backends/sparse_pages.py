@@ -19,6 +19,7 @@ Imports torch and `kv_quant`, never vLLM.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -129,9 +130,12 @@ class Sequence:
             yield self._decide_row(begin)
 
     def as_given(self, lists: list[list[torch.Tensor]]) -> Iterator[Decision]:
-        zeros = torch.zeros(self.pages.layout.num_kv_heads, dtype=self.pages.dtype)
-        for token, chosen in enumerate(lists):
-            yield slice(token, token + 1), chosen, zeros, zeros
+        """A decision for each run of tokens that have one list, the same object, in common."""
+        zeros, begin = torch.zeros(self.pages.layout.num_kv_heads, dtype=self.pages.dtype), 0
+        for _, run in itertools.groupby(lists, id):
+            chosen = list(run)
+            yield slice(begin, begin + len(chosen)), chosen[0], zeros, zeros
+            begin += len(chosen)
 
     def attend(self, tokens: slice, chosen: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of `tokens` over the `chosen` pages of each kv head and the fresh tokens they see."""

@@ -112,12 +112,22 @@ def check_plugin() -> tuple[bool, str]:
 
 
 def check_kernels() -> tuple[bool, str]:
-    from .attention_backends.cpu.native import load
+    """Whether there are fast ones, and whether they are right here, on a layer of Llama-3.1-8B's kind."""
+    import torch
 
-    kernels = load()
-    if kernels is None:
+    from .attention_backends.cpu.native import load
+    from .attention_backends.kernels import select_kernels
+    from .attention_backends.selection import SparseSettings
+    from .attention_backends.self_check import self_check
+    from .kv_quant import PageLayout, parse_format
+
+    cuda, kernels = torch.cuda.is_available(), load()
+    if not cuda and kernels is None:
         return False, "native CPU kernels not built; torch serves, slowly. Install g++ and run `pip install -e .` again"
-    return True, f"{kernels.name}; available: {', '.join(kernels.available_isas())}"
+    name = "triton" if cuda else f"{kernels.name}; available: {', '.join(kernels.available_isas())}"
+    setup = (PageLayout(parse_format("k4v4"), 64, 2, 128), 8, torch.bfloat16, torch.device("cuda" if cuda else "cpu"))
+    errors = self_check(select_kernels("triton") if cuda else kernels, *setup, SparseSettings(), paged=cuda)
+    return True, f"{name}; outputs within {errors['sparse attention']:.1e} of the reference"
 
 
 if __name__ == "__main__":

@@ -97,6 +97,8 @@ class KtxConfig:
     disk_dir: folder of the disk's file, on a local disk.
     eviction: which pages leave the device first: `lru`, `clock` or `attention`.
     prefetch_layers: how many layers ahead pages are fetched.
+    self_check: whether a small step is compared with the reference at start-up, with these settings, and ends it if the
+        kernels are wrong on this machine; unset: on CUDA.
     trace: record what computes, fetches and writes when (`vllm_ktx.metrics.chrome_trace`).
     scheduler: `length_grouped` (see `vllm_ktx.scheduler`) or `stock`; has no say where `--scheduler-cls` is given.
     prefill_share: part of a step's tokens that a long prefill gets while other requests want to run, above 0, to 1.
@@ -132,6 +134,7 @@ class KtxConfig:
     eviction: str = "lru"
     prefetch_layers: int = 2
     trace: bool = False
+    self_check: bool | None = None
     scheduler: str = "length_grouped"
     prefill_share: float = 0.25
     weights: str = "resident"
@@ -142,7 +145,7 @@ class KtxConfig:
         _choice("value_scale", self.value_scale, (*SCALE_METHODS, None))
         _choice("kernels", self.kernels, ("auto", "native", "torch", "triton"))
         _choice("prefill_kernel", self.prefill_kernel, ("auto", "triton", "xformers"))
-        for name in ("rotate_keys", "rotate_values"):
+        for name in ("rotate_keys", "rotate_values", "self_check"):
             if getattr(self, name) not in (None, True, False):
                 raise ValueError(f"ktx.{name}={getattr(self, name)!r}: use true or false")
         _choice("scale_bits", self.scale_bits, (*SCALE_BITS, None))

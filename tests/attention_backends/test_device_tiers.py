@@ -91,4 +91,4 @@ def test_kernels_address_pinned_memory():
     memory = pinned(8, 4096, torch.device("cuda"), registered)
     memory.random_(255)
     assert registered and torch.equal(memory.cuda().cpu(), memory)
-    device_tiers._unregister(registered)
+    device_tiers.unpin(registered)

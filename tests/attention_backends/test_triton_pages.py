@@ -10,6 +10,7 @@ import torch
 
 from tests.attention_backends.cases import make_batch, make_format
 from vllm_ktx.attention_backends.selection import SparseSettings
+from vllm_ktx.attention_backends.self_check import KernelError, self_check
 from vllm_ktx.kv_quant import PageLayout, parse_format
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -278,3 +279,15 @@ def test_what_does_not_fit_is_said():
     batch = small_batch([(1, 70)])
     with pytest.raises(ValueError, match="take DevicePages"):
         batch.run(kernels, residency=object())
+
+
+def test_the_check_before_serving_sees_pages_that_went_astray_and_nothing_else(monkeypatch):
+    layout, fetch = PageLayout(parse_format("k4v4"), 32, 1, 32, 2), DevicePages.fetch
+
+    def astray(self, launch):
+        fetch(self, launch)
+        self.slots.copy_(self.slots.roll(1, 0))
+
+    monkeypatch.setattr(DevicePages, "fetch", astray)
+    with pytest.raises(KernelError, match=r"are wrong on this CPU: pages in host memory is off by \S+ \(0"):
+        self_check(kernels, layout, 2, torch.float16, torch.device("cpu"), SparseSettings(), paged=True)

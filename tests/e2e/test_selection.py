@@ -12,6 +12,7 @@ from vllm import LLM
 
 from benchmarks import tasks
 from tests.e2e.support import engine, prompts, texts
+from vllm_ktx.attention_backends import self_check
 from vllm_ktx.metrics import STATS
 
 pytestmark = pytest.mark.e2e
@@ -92,6 +93,16 @@ def test_bad_settings_fail_at_start_up(tmp_path, ktx, options, message):
 )
 def test_models_it_cannot_serve_are_refused_by_name(tmp_path, changes, message):
     with pytest.raises(Exception, match=message), engine(tiny(tmp_path, **changes), **OFFLINE):
+        pass
+
+
+def test_kernels_that_are_wrong_here_stop_the_start(tmp_path, monkeypatch):
+    """The layers' own kernels, formats and settings are tried, before the cache is made."""
+    monkeypatch.setattr(self_check, "_error", lambda got, want: 0.3)
+    with (
+        pytest.raises(Exception, match=r"wrong on this CPU: dense attention is off by 0.3 .*ktx.self_check=false"),
+        engine(tiny(tmp_path), {"self_check": True}, **OFFLINE),
+    ):
         pass
 
 
