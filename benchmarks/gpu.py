@@ -166,7 +166,8 @@ def graph_matches(settings: SparseSettings, num_slots: int | None = None) -> boo
     step(want, inputs)
     for _ in range(2):  # pages come, pages are there
         replay()
-        if not torch.equal(out, want):
+        # Pages in host memory have kernels of their own, which may contract other multiplications and additions.
+        if not (torch.equal(out, want) if num_slots is None else _error(out, want.cpu()) < WRONG):
             return False
     return True
 
