@@ -20,6 +20,7 @@ import json
 import statistics
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 
 from vllm_ktx.attention_backends import reference
-from vllm_ktx.attention_backends.device_tiers import pinned
+from vllm_ktx.attention_backends.device_tiers import _unregister, pinned
 from vllm_ktx.attention_backends.selection import SparseSettings
 from vllm_ktx.attention_backends.sparse_pages import sparse_attention_reference
 from vllm_ktx.attention_backends.triton import aot
@@ -134,11 +135,13 @@ def paged(problem: Problem, num_slots: int, planes: bool = True) -> tuple[dict[s
     """The problem with its pages in pinned memory and `num_slots` empty slots on the device, and what holds them.
     `planes`: the device holds the scoring planes."""
     layout, payload = problem.layout, problem.pages["payload"]
-    host = pinned(len(payload), layout.payload_bytes, torch.device(DEVICE), [])
+    registered: list[torch.Tensor] = []
+    host = pinned(len(payload), layout.payload_bytes, torch.device(DEVICE), registered)
     host.copy_(payload)
     slots = torch.empty(num_slots, layout.payload_bytes, dtype=torch.uint8, device=DEVICE)
     first = host[:, : layout.scoring_bytes].to(DEVICE) if planes else None
     pages = DevicePages(layout, slots, host, first)
+    weakref.finalize(pages, _unregister, registered)
     inputs = to_device(dataclasses.replace(problem, pages={**problem.pages, "payload": payload[:1]}))
     return {**inputs, "residency": pages}, pages
 
@@ -163,7 +166,8 @@ def graph_matches(settings: SparseSettings, num_slots: int | None = None) -> boo
     step(want, inputs)
     for _ in range(2):  # pages come, pages are there
         replay()
-        if not torch.equal(out, want):
+        # Pages in host memory have kernels of their own, which may contract other multiplications and additions.
+        if not (torch.equal(out, want) if num_slots is None else _error(out, want.cpu()) < WRONG):
             return False
     return True
 

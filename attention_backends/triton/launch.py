@@ -38,6 +38,7 @@ WAVE_BYTES = 128 << 20  # estimates held at once, of LEAST_BLOCKS blocks at leas
 LEAST_BLOCKS = 4  # choosing is a program for each block and kv head: fewer would leave most of a card idle
 FRESH_SPLIT = 1024  # own tokens of one split
 PROBE_PAGES = 16
+SCORED_ELEMENTS = 8192  # of one program's queries, by half head_dim: more in float32 is too much shared memory (sm_86)
 _geometry = functools.lru_cache(maxsize=256)(Geometry.of)
 
 
@@ -387,9 +388,11 @@ class _Step:
         asking = shape.group * samples
         mass, variance = (self._new(units, shape.heads, asking, stride) for _ in range(2))
         padded = max(MIN_ROWS, power_of_two(shape.group) * samples)
+        parts = max(1, padded * shape.half // SCORED_ELEMENTS)
+        padded //= parts
         warps = 4 if samples == 1 else 8
         common = {"SAMPLES": samples, "CAP": self.softcap > 0, "L": shape, "num_warps": warps}
-        self.launch(score_headers, (units, shape.heads, -(-self.pages // self.blocking.scan_pages)),
+        self.launch(score_headers, (units, shape.heads * parts, -(-self.pages // self.blocking.scan_pages)),
             self.q, self.headers, mass, variance, self.cu_q, self.context, self.table, unit_list, self.totals,
             self.q.stride(0), self.headers.stride(0), self.table.stride(0), stride, first, *self.limits, self.scale,
             self.softcap, M=padded, PAGES=self.blocking.scan_pages, **common,
@@ -422,7 +425,7 @@ class _Step:
             page, slot = self.payload, self.payload_slot
             if self.residency is not None:
                 page, slot = self.residency.scoring, None
-            self.launch(probe_pages, (units, shape.heads, -(-self.pages // PROBE_PAGES)),
+            self.launch(probe_pages, (units, shape.heads * parts, -(-self.pages // PROBE_PAGES)),
                 self.q, page, codes, lists, lengths, self.cu_q, self.table, slot, unit_list, self.totals,
                 self.q.stride(0), self.table.stride(0), page.stride(0), stride, first, self.scale, self.softcap,
                 M=padded, PAGES=PROBE_PAGES, HAS_SLOTS=slot is not None, **common,

@@ -61,11 +61,12 @@ def score_headers(
     q_stride, header_stride, table_stride, pages_stride, first_unit, window, sink_pages, min_pages, scale, softcap,
     M: tl.constexpr, SAMPLES: tl.constexpr, PAGES: tl.constexpr, CAP: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """Mean logit and variance of the logits in PAGES pages: grid (units, heads, table width / PAGES).
+    """Mean logit and variance of the logits in PAGES pages: grid (units, heads times M-th parts of the asking queries,
+    table width / PAGES).
 
     A token unit needs its candidates, a block unit all whole pages: what it reads in any case is estimated too.
     """
-    unit, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    unit, head, part = tl.program_id(0), tl.program_id(1) % L.heads, tl.program_id(2)
     if first_unit + unit >= tl.load(totals + (1 if SAMPLES > 1 else 0)):
         return
     row = tl.load(units + 2 * (first_unit + unit))
@@ -90,14 +91,16 @@ def score_headers(
     scales = (at + 2 * L.dim).to(tl.pointer_type(tl.float16))
     by_mean = tl.load(scales, mask=wanted, other=0.0).to(tl.float32)
     by_deviation = tl.load(scales + 1, mask=wanted, other=0.0).to(tl.float32)
-    r = tl.arange(0, M)
+    r = tl.program_id(1) // L.heads * M + tl.arange(0, M)
     valid = r < L.group * SAMPLES
     token, q_head = asking(r, query, tl.load(cu_q + row), head, SAMPLES, L)
     x = tl.load(
         q + (token.to(tl.int64) * q_stride + q_head * L.dim)[:, None] + channel[None, :],
         mask=valid[:, None] & real(channel[None, :], L), other=0.0,
-    ).to(tl.float32) * scale  # fmt: skip
-    a = tl.dot(x, tl.trans(mean)) * by_mean[None, :]
+    ).to(tl.float32)  # fmt: skip
+    # Unscaled, since 16-bit queries and int8 means are exact in TF32: offsets of keys lose nothing.
+    a = multiply(x, tl.trans(mean), L) * (by_mean * scale)[None, :]
+    by_deviation *= scale
     v = tl.dot(x * x, tl.trans(deviation * deviation)) * (by_deviation * by_deviation * VARIANCE_FACTOR)[None, :]
     to = ((unit * L.heads + head) * (L.group * SAMPLES) + r).to(tl.int64)[:, None] * pages_stride + p[None, :]
     tl.store(mass + to, soften(a, softcap, CAP), mask=valid[:, None] & wanted[None, :])
@@ -212,8 +215,8 @@ def probe_pages(
     M: tl.constexpr, SAMPLES: tl.constexpr, PAGES: tl.constexpr, HAS_SLOTS: tl.constexpr, CAP: tl.constexpr,
     L: tl.constexpr,
 ):  # fmt: skip
-    """Log-masses from plane 0 of up to PAGES listed pages -> `codes`: grid (units, heads, table width / PAGES)."""
-    unit, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Log-masses from plane 0 of up to PAGES listed pages -> `codes`: grid as of `score_headers`."""
+    unit, head, part = tl.program_id(0), tl.program_id(1) % L.heads, tl.program_id(2)
     if first_unit + unit >= tl.load(totals + (1 if SAMPLES > 1 else 0)):
         return
     PAGE: tl.constexpr = L.page
@@ -229,7 +232,7 @@ def probe_pages(
     slots = tl.load(table + row.to(tl.int64) * table_stride + pages, mask=listed, other=0)
     if HAS_SLOTS:
         slots = tl.load(payload_slot + slots, mask=listed, other=0)
-    r = tl.arange(0, M)
+    r = tl.program_id(1) // L.heads * M + tl.arange(0, M)
     valid = r < L.group * SAMPLES
     token, q_head = asking(r, query, tl.load(cu_q + row), head, SAMPLES, L)
     raw = load_queries(q, token, q_head, valid, q_stride, L)

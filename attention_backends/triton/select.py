@@ -265,7 +265,7 @@ def choose_pages(
         if ratio > 0:
             most = tl.ceil(ratio * num_pages - 1e-3).to(tl.int32)
         most = tl.minimum(most, last - first)
-        least = tl.where(least < 0, most, tl.minimum(least, most))
+        floor = tl.where(least < 0, most, tl.minimum(least, most))  # `least` itself may be the constant 1
         pages = lists + at.to(tl.int64) * pages_stride
         n, _, _ = best(ranks, first, last, most, pages, SEARCH)
         tl.debug_barrier()
@@ -275,20 +275,20 @@ def choose_pages(
         for bit in range(31):
             trial = bound | (1 << (30 - bit))
             done, number, covered = enough(
-                pages, n, ranks, own_shares, pages_stride, known_share, trial, n, least, most, coverage, SEARCH, G, L
+                pages, n, ranks, own_shares, pages_stride, known_share, trial, n, floor, most, coverage, SEARCH, G, L
             )  # fmt: skip
             bound = tl.where(done, trial, bound)
         before = 0  # of its equals, the fewest
         for bit in range(24):
             trial = before | (1 << (23 - bit))
             done, number, covered = enough(
-                pages, n, ranks, own_shares, pages_stride, known_share, bound, trial, least, most, coverage, SEARCH,
+                pages, n, ranks, own_shares, pages_stride, known_share, bound, trial, floor, most, coverage, SEARCH,
                 G, L
             )  # fmt: skip
             before = tl.where(done, before, trial)
         before += 1
         done, number, covered = enough(
-            pages, n, ranks, own_shares, pages_stride, known_share, bound, before, least, most, coverage, SEARCH, G, L
+            pages, n, ranks, own_shares, pages_stride, known_share, bound, before, floor, most, coverage, SEARCH, G, L
         )  # fmt: skip
         for start in tl.range(0, n, SEARCH, disable_licm=True):
             i = start + tl.arange(0, SEARCH)

@@ -16,8 +16,11 @@ from vllm_ktx.attention_backends.selection import SparseSettings
 from vllm_ktx.kv_quant import PageLayout, parse_format
 
 pytest.importorskip("triton")
+from triton._C.libtriton import ir
+
 from vllm_ktx.attention_backends.triton import aot
 
+TARGET = aot.GPUTarget("cuda", 90, 32)
 PACKAGE = Path(aot.__file__).parent
 ROOT = Path(__file__).parents[2]
 KERNEL_TESTS = tuple(Path(__file__).with_name(f"test_triton_{name}.py") for name in ("kernels", "pages"))
@@ -72,7 +75,37 @@ def launches(name, dim, dtype=torch.bfloat16, q_heads=32, kv_heads=8):
 def check_fits(launch, arch):
     built = launch.compile(arch)
     assert built.spills == 0, f"{built}: registers are spilled"
-    assert built.shared <= aot.SHARED_LIMIT[arch], f"{built}: more shared memory than a block may use"
+    check_shared(built)
+    allocated = -(-built.registers // 8) * 8 * 32 * built.warps  # registers come in eights a thread
+    assert allocated <= 1 << 16, f"{built}: more registers than a block may use"
+
+
+def check_shared(built):
+    assert built.shared <= aot.SHARED_LIMIT[built.arch], f"{built}: more shared memory than a block may use"
+
+
+@pytest.mark.parametrize(("dim", "q_heads", "kv_heads"), [(128, 32, 2), (256, 8, 1)])
+def test_blocks_of_many_query_heads_fit_the_smallest_shared_memory(dim, q_heads, kv_heads):
+    for launch in launches("k4v4", dim, q_heads=q_heads, kv_heads=kv_heads):
+        if launch.label in ("score_headers x16", "probe_pages x16"):
+            check_shared(launch.compile(86))
+
+
+def test_every_kernel_takes_ones():
+    """Triton makes a constant of an integer that is 1, which then can't be assigned anew (the interpreter doesn't)."""
+    for launch in launches("k4v4", 64):
+        source = launch.source
+        ones = [name for name, kind in source.signature.items() if kind in ("i32", "i64")]
+        signature = {**source.signature, **dict.fromkeys(ones, "constexpr")}
+        constants = {**source.constants, **{(source.fn.arg_names.index(name),): 1 for name in ones}}
+        attributes = {at: value for at, value in source.attrs.items() if at not in constants}
+        backend, context = aot.nvidia.CUDABackend(TARGET), ir.context()
+        options = backend.parse_options(dict(launch.options))
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        aot.ASTSource(source.fn, signature, constants, attributes).make_ir(
+            TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+        )
 
 
 HOT = (

@@ -240,6 +240,19 @@ def test_equal_ranks_go_to_the_lower_page():
     assert extra["chosen"][0, 0, :4].tolist() == [1, 2, 3, -1]
 
 
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+@pytest.mark.parametrize("rows", [[(1, 400), (0, 40), (1, 60)], [(66, 330)]])
+def test_workspaces_may_hold_anything(monkeypatch, rows, byte):
+    """On a card they hold what other kernels left: NaN, and indices out of bounds."""
+    batch, settings, empty = small_batch(rows, q_heads=2), SparseSettings(**SMALL, coverage=0.8), torch.empty
+    want, want_lse, want_extra = run(batch, settings)
+    filled = lambda *size, **kind: empty(*size, **kind).view(torch.uint8).fill_(byte).view(kind["dtype"])  # noqa: E731
+    monkeypatch.setattr(torch, "empty", filled)
+    out, lse, extra = run(batch, settings)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+    assert all(torch.equal(extra[name], x) for name, x in want_extra.items())
+
+
 def test_coverage_one_is_dense():
     batch = small_batch([(1, 300), (3, 200)])
     out, lse, extra = run(batch, SparseSettings(**SMALL, coverage=1.0))
