@@ -196,7 +196,7 @@ def _checked(layout: PageLayout, sparse: SparseSettings | None, headers: torch.T
     if headers is None or not layout.fmt.quantized:
         raise ValueError("sparse attention needs headers, which only a quantized format has")
     sparse.check_page_size(layout.page_size)
-    if sparse.scoring != "header" and layout.fmt.k_method != "per_channel":
+    if sparse.scoring != "header" and not layout.fmt.keys_by_channel:
         raise ValueError(
             f"scoring {sparse.scoring!r} reads codes by channel: with key_scale={layout.fmt.k_method!r} use scoring "
             "'header'"
