@@ -17,7 +17,7 @@ import torch
 
 from vllm_ktx.kv_quant import SCALE_METHODS, KVFormat, PageLayout
 
-from ..cpu.abi import METHODS, group_of
+from ..cpu.abi import BY_CHANNEL, BY_TOKEN, METHODS, group_of
 
 MIN_ROWS = 16  # of a tensor core's tile
 _SECTIONS = (
@@ -126,6 +126,21 @@ class Geometry:
     def padded(self) -> bool:
         """Whether channels are padded; else all of their masks are true, and say so to the compiler."""
         return self.dim & (self.dim - 1) != 0
+
+    @property
+    def channel_groups(self) -> bool:
+        """Whether scales belong to groups of channels of a token: then every number of a tile has its own."""
+        return any(method == BY_TOKEN and group < self.dim for method, group in self._sides)
+
+    @property
+    def registers(self) -> int | None:
+        """Bound that ptxas is given where scales belong to groups: without one it spills to fit more blocks."""
+        by_tokens = any(method == BY_CHANNEL and group < self.page for method, group in self._sides)
+        return 255 if by_tokens or self.channel_groups else None
+
+    @property
+    def _sides(self) -> tuple[tuple[int, int], ...]:
+        return (self.k_method, self.k_group), (self.v_method, self.v_group)
 
     @property
     def rows(self) -> int:

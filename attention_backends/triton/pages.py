@@ -192,6 +192,14 @@ def restored(codes, page, head, t0, KEYS: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """Restored numbers in `dtype`: those next to fp16's ends, which a seal clamps to, must not become infinite."""
+    if dtype == tl.float16:
+        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+    return x.to(dtype)
+
+
+@triton.jit
 def exact_rows(q, center, L: tl.constexpr):
     """`q . center` `[M]` in about float32 precision: `center` goes in as two operands of the queries' dtype."""
     if L.exact:
@@ -215,9 +223,8 @@ def sealed_scores(q, page, head, t0, FOLD: tl.constexpr, L: tl.constexpr):
     codes = centered(raw, L.k_bits, q.dtype if not L.exact else tl.float32)
     if L.k_method == PER_CHANNEL:
         channel = key_channels(L)
-        scale, minimum = load_params(
-            page, head, channel_entries(channel, t0, L.k_group, L), real(channel, L), True, L
-        )  # fmt: skip
+        entry = channel_entries(channel, t0, L.k_group, L)
+        scale, minimum = load_params(page, head, entry, real(channel, L), True, L)
         center = minimum + middle * scale
         if FOLD:
             wide = q.to(tl.float32)
@@ -228,7 +235,7 @@ def sealed_scores(q, page, head, t0, FOLD: tl.constexpr, L: tl.constexpr):
             s = multiply(q, tl.trans(keys), L) + exact_rows(q, center, L)[:, None]
     elif L.k_method == PER_TOKEN and L.k_group < L.dim:  # a product for each group would cost more
         keys = restored(raw, page, head, t0, True, L)
-        high = keys.to(codes.dtype)
+        high = rounded(keys, codes.dtype)
         s = multiply(q, tl.trans(high), L)
         if not L.exact:
             s += multiply(q, tl.trans((keys - high.to(tl.float32)).to(codes.dtype)), L)
@@ -238,7 +245,7 @@ def sealed_scores(q, page, head, t0, FOLD: tl.constexpr, L: tl.constexpr):
         scale, minimum = load_params(page, head, at, tl.full(at.shape, 1, tl.int1), True, L)
         center = minimum + middle * scale
         s = multiply(q, tl.trans(codes), L) * scale[None, :]
-        s += tl.sum(q.to(tl.float32), 1)[:, None] * center[None, :]
+        s += exact_rows(q, tl.full((4 * L.quarter,), 1.0, tl.float32), L)[:, None] * center[None, :]
     return s
 
 
@@ -268,14 +275,13 @@ def sealed_values(weights, dtype: tl.constexpr, page, head, t0, L: tl.constexpr)
     middle: tl.constexpr = ((1 << L.v_bits) - 1) * 0.5
     if L.v_method == PER_CHANNEL:
         channel = value_channels(L)
-        scale, minimum = load_params(
-            page, head, channel_entries(channel, t0, L.v_group, L), real(channel, L), False, L
-        )  # fmt: skip
+        entry = channel_entries(channel, t0, L.v_group, L)
+        scale, minimum = load_params(page, head, entry, real(channel, L), False, L)
         center = minimum + middle * scale
         total = multiply(weights.to(dtype), codes, L) * scale[None, :]
         return total + tl.sum(weights, 1)[:, None] * center[None, :]
     elif L.v_method == PER_TOKEN and L.v_group < L.dim:
-        return multiply(weights.to(dtype), restored(raw, page, head, t0, False, L).to(dtype), L)
+        return multiply(weights.to(dtype), rounded(restored(raw, page, head, t0, False, L), dtype), L)
     else:
         at = t if L.v_method == PER_TOKEN else t * 0
         scale, minimum = load_params(page, head, at, tl.full(at.shape, 1, tl.int1), False, L)

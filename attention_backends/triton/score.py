@@ -14,7 +14,18 @@ import triton
 import triton.language as tl
 
 from .attend import load_queries
-from .pages import LOG2E, channel_entries, key_channels, load_params, multiply, natural_channels, plane_at, real, soften, within
+from .pages import (
+    LOG2E,
+    channel_entries,
+    key_channels,
+    load_params,
+    multiply,
+    natural_channels,
+    plane_at,
+    real,
+    soften,
+    within,
+)
 from .units import BLOCK, candidates
 
 VARIANCE_FACTOR = tl.constexpr(0.7)  # `selection.pages.VARIANCE_FACTOR`
@@ -207,8 +218,8 @@ def known_blocks(
 
 @triton.jit
 def fold_codes(x, page, head, t0, dtype: tl.constexpr, L: tl.constexpr):
-    """Queries `x` `[M, 4 * quarter]` for the two bits of plane 0 less 1.5, in `dtype`; what is to be added `[M]`: to the
-    products, for minima, and to the log-mass, for the bits that aren't read."""
+    """Queries `x` `[M, 4 * quarter]`, in `dtype`, for the two bits of plane 0 less 1.5 of tokens `t0 ..`; what is to be
+    added `[M]`: to the products, for minima, and to the log-mass, for the bits that aren't read."""
     per_step: tl.constexpr = 1 << (L.k_bits - 2)  # codes that one step of the top two bits covers
     channel = key_channels(L)
     entry = channel_entries(channel, t0, L.k_group, L)

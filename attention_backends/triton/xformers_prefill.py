@@ -36,6 +36,7 @@ from .pages import (
     real,
     restored,
     rotate,
+    rounded,
     value_channels,
     value_codes,
 )
@@ -165,7 +166,7 @@ class XformersPrefill:
                 lengths, step._kv_stride(), step.table.stride(0), step.payload.stride(0), step.host_stride,
                 step.open_pages.stride(0), chosen.stride(1), first, *step.limits, tokens, units, keys.stride(0),
                 to_head, to_token, CHOSEN=CHOSEN, HAS_SLOTS=step.payload_slot is not None,
-                HAS_HOST=step.host is not None, L=tile, num_warps=8,
+                HAS_HOST=step.host is not None, L=tile, num_warps=8, maxnreg=shape.registers,
             )  # fmt: skip
         blocks = (step.cu_q, step.blocks, step.totals)
         step.launch(gather_queries, (units, heads * group), step.q, q, *blocks, step.q.stride(0), first, L=shape)
@@ -210,9 +211,9 @@ def move_plain(source_k, source_v, from_, keys, values, at, keep, L: tl.constexp
 def move_sealed(page, head, t0, keys, values, at, keep, L: tl.constexpr):
     """Tokens `t0 ..` of a sealed page, restored; values stay rotated."""
     x = restored(key_codes(page, head, t0, L), page, head, t0, True, L)
-    store_values(x, keys, at, key_channels(L), keep, L)
+    store_values(rounded(x, keys.dtype.element_ty), keys, at, key_channels(L), keep, L)
     y = restored(value_codes(page, head, t0, L), page, head, t0, False, L)
-    store_values(y, values, at, value_channels(L), keep, L)
+    store_values(rounded(y, values.dtype.element_ty), values, at, value_channels(L), keep, L)
 
 
 @triton.jit
