@@ -181,7 +181,7 @@ def kernels_for(choice: str, fmt: KVFormat) -> Kernels:
         )
     logger.warning(
         "KTX: no native kernels for %s (format %s: %s): plain torch serves this model's attention, many times slower. "
-        "It is meant for comparisons; leave ktx.key_scale, ktx.value_scale and ktx.scale_bits out for speed.",
+        "It is meant for comparisons; leave ktx.key_scale and ktx.value_scale out for speed.",
         missing,
         fmt.name,
         fmt.scales,

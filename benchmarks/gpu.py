@@ -45,19 +45,29 @@ CAP_BYTES = 24 * 10**9
 CONTEXTS = (8192, 32768, 131072, 1 << 20)
 SMALL, WRONG = SparseSettings(window=512, max_pages=16), 0.01  # settings of the checks, relative error that fails them
 CHUNK = 8192  # fresh tokens of a prefill step
-# Of Llama-3.1-8B in the default format; --wide adds head sizes and formats.
-NARROW = (("k4v4", 128),)
-WIDE = (("k4v4", 64), ("k4v4", 256), ("k8v4", 128), ("k8v8", 128), ("none", 128))
+# Of Llama-3.1-8B in the default format; --wide adds head sizes, formats and, for what reads and writes them, scales.
+NARROW = (("k4v4", 128, {}),)
+BY_32 = {"k_method": "per_channel_32", "v_method": "per_token_32", "scale_bits": 8}
+WIDE = (
+    *(("k4v4", dim, {}) for dim in (64, 256)), *((name, 128, {}) for name in ("k8v4", "k8v8", "none")),
+    ("k4v4", 128, {"k_method": "per_channel_32"}), ("k4v4", 128, BY_32), ("k4v4", 256, BY_32),
+    ("k8v8", 128, {"k_method": "per_token_32", "v_method": "per_channel_32", "scale_bits": 8}),
+)  # fmt: skip
+SCALED = ("seal_pages", "attend_split", "attend_blocks", "probe_pages", "gather_tokens")
 
 
 def compile_table(wide: bool, archs: tuple[int, ...] = tuple(aot.ARCHS)) -> list[dict[str, Any]]:
     """One row a format, head size, kernel and card."""
     rows = []
-    for fmt, dim in NARROW + (WIDE if wide else ()):
-        layout = PageLayout(parse_format(fmt), 64, 8, dim)
-        launches = aot.record(layout, 32, sparse=SparseSettings() if layout.fmt.quantized else None)
+    for name, dim, scales in NARROW + (WIDE if wide else ()):
+        fmt = parse_format(name, **scales)
+        sparse = SparseSettings(scoring="cascade" if fmt.keys_by_channel else "header") if fmt.quantized else None
+        launches = aot.record(PageLayout(fmt, 64, 8, dim), 32, sparse=sparse)
+        if scales:
+            launches = [launch for launch in launches if launch.label.startswith(SCALED)]
+        label = " ".join((name, *map(str, scales.values())))
         for built in aot.compile_all(launches, archs):
-            rows.append({"format": fmt, "head_dim": dim, **dataclasses.asdict(built)})
+            rows.append({"format": label, "head_dim": dim, **dataclasses.asdict(built)})
             print("{format} {head_dim} {label}: sm_{arch}, {registers} registers, {shared} B shared, {spills} B "
                   "spilled".format(**rows[-1]), file=sys.stderr)  # fmt: skip
     return rows

@@ -166,7 +166,7 @@ def _formats_without_kernels(config: KtxConfig, cache_dtype: str) -> list[str]:
 
     layers = (None, *(first for first, _, _ in config.layer_formats().ranges))
     missing = {unserved(config.kv_format(cache_dtype, layer)) for layer in layers} - {None}
-    return [f"there are no CUDA kernels for {part}: leave ktx.key_scale, ktx.value_scale and ktx.scale_bits out"
+    return [f"there are no CUDA kernels for {part}: leave ktx.key_scale and ktx.value_scale out"
             for part in sorted(missing)]  # fmt: skip
 
 

@@ -130,8 +130,8 @@ def layout_struct(layout: PageLayout) -> Layout:
         k_method=METHODS[fmt.k_method],
         v_method=METHODS[fmt.v_method],
         v_rotate=int(fmt.v_rotate and fmt.quantized),
-        k_group=_group(layout, fmt.k_method),
-        v_group=_group(layout, fmt.v_method),
+        k_group=group_of(layout, fmt.k_method),
+        v_group=group_of(layout, fmt.v_method),
         scale_bits=fmt.scale_bits,
         header_head_bytes=layout.header_head_bytes,
         header_bytes=layout.header_bytes,
@@ -142,7 +142,7 @@ def layout_struct(layout: PageLayout) -> Layout:
     return native
 
 
-def _group(layout: PageLayout, name: str) -> int:
+def group_of(layout: PageLayout, name: str) -> int:
     """By channel, the tokens that share a scale; else the channels."""
     method = SCALE_METHODS[name]
     if METHODS[name] == BY_CHANNEL:

@@ -38,7 +38,7 @@ _TYPES = {
     torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
 }  # fmt: skip
 _LABELLED = ("CHOSEN", "JOIN", "HAS_HOST", "BLOCKS")
-_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 
 
 @dataclass(frozen=True)

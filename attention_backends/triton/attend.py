@@ -127,7 +127,7 @@ def attend_split(
         left = length - tl.sum(tl.where(mine, pages, 0)) * L.page
         at_open = tl.sum(tl.where(mine, opened, 0)).to(tl.int64)
         page = page_at(tl.sum(tl.where(mine, places, 0)), payload, payload_stride, host, host_stride, HAS_HOST)
-        for t0 in tl.static_range(0, PAGE, TILE):
+        for t0 in tl.range(0, PAGE, TILE, disable_licm=True):
             if at_open >= 0:
                 own = open_pages + at_open * open_stride + head * (L.page * L.dim)
                 keep, peak, total, plain = add_plain(

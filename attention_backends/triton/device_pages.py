@@ -95,8 +95,9 @@ class DevicePages:
         no slot for being new: the first step that reads them fetches them."""
         if not len(blocks):
             return
-        # By way of the device: sealing writes single bytes, and those should not cross the bus one by one.
-        staged = torch.empty(len(blocks), WORD * self.words, dtype=torch.uint8, device=self.slots.device)
+        # By way of the device: sealing writes single bytes, and those should not cross the bus one by one. Zeros: gaps
+        # between sections would carry what the memory held before.
+        staged = torch.zeros(len(blocks), WORD * self.words, dtype=torch.uint8, device=self.slots.device)
         rows = torch.arange(len(blocks), dtype=torch.int32, device=self.slots.device)
         kernels.seal(layout, k, v, src_offsets, blocks, headers, staged, rows, *strides)
         has_planes = self.planes is not None

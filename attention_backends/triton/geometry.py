@@ -15,17 +15,26 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_ktx.kv_quant import KVFormat, PageLayout
+from vllm_ktx.kv_quant import SCALE_METHODS, KVFormat, PageLayout
 
-METHODS = ("per_channel", "per_token", "per_head")
+from ..cpu.abi import BY_CHANNEL, BY_TOKEN, METHODS, group_of
+
 MIN_ROWS = 16  # of a tensor core's tile
-_SECTIONS = ("k_scale", "k_min", "k_plane0", "k_plane1", "k_low", "v_scale", "v_min", "v_codes")
+_SECTIONS = (
+    "k_base", "k_scale", "k_min", "k_plane0", "k_plane1", "k_low", "v_base", "v_scale", "v_min", "v_codes"
+)  # fmt: skip
 
 
 def unserved(fmt: KVFormat) -> str | None:
     """What of a page format the Triton kernels don't know, in words; None if they serve it."""
-    parts = [f"scales {method}" for method in sorted({fmt.k_method, fmt.v_method} - set(METHODS))]
-    return ", ".join([*parts, *(["8-bit scales"] if fmt.scale_bits == 8 else [])]) or None
+    names = sorted({fmt.k_method, fmt.v_method})
+    return ", ".join(f"scales {name}" for name in names if name not in METHODS or not _powers_of_two(name)) or None
+
+
+def _powers_of_two(name: str) -> bool:
+    """Whether a method's groups are what a block of values can be reshaped to."""
+    method = SCALE_METHODS[name]
+    return all(size is None or size & (size - 1) == 0 for size in (method.tokens, method.channels))
 
 
 def power_of_two(value: int) -> int:
@@ -38,9 +47,9 @@ class Geometry:
     """Sizes in elements, offsets and strides in bytes.
 
     `quarter`, `half`: a quarter and half of the channels, padded. `tile`: tokens read at once, a power of two that
-    divides
-    the page. `at_*`, `head_*`: offset of a payload section, and its bytes for one kv head. `*_method`: an index into
-    `METHODS`. `exact`: multiply in float32 (the model's dtype is float32).
+    divides the page and groups of tokens. `at_*`, `head_*`: offset of a payload section, and its bytes for one kv head.
+    `*_method`: by channel, by token or by head, as in `METHODS`. `*_group`: tokens (by channel) or channels that share
+    a scale, padded. `exact`: multiply in float32 (the model's dtype is float32).
     """
 
     page: int
@@ -54,9 +63,13 @@ class Geometry:
     v_bits: int
     k_method: int
     v_method: int
+    k_group: int
+    v_group: int
+    scale_bits: int
     rotate: bool
     exact: bool
     header_head: int
+    at_k_base: int
     at_k_scale: int
     head_k_scale: int
     at_k_min: int
@@ -65,6 +78,7 @@ class Geometry:
     at_k_plane1: int
     at_k_low: int
     head_k_low: int
+    at_v_base: int
     at_v_scale: int
     head_v_scale: int
     at_v_min: int
@@ -80,6 +94,8 @@ class Geometry:
         fmt, dim, size = layout.fmt, layout.head_dim, layout.page_size
         at = {name: section.offset for name, section in layout.sections.items()}
         length = {name: section.head_bytes for name, section in layout.sections.items()}
+        methods = [SCALE_METHODS[name] for name in (fmt.k_method, fmt.v_method)]
+        shared = [size for method in methods for size in (method.tokens, method.channels) if size and size > 1]
         return cls(
             page=size,
             heads=layout.num_kv_heads,
@@ -87,11 +103,14 @@ class Geometry:
             dim=dim,
             quarter=power_of_two(dim // 4),
             half=power_of_two(dim // 2),
-            tile=min(64, size & -size),
+            tile=min(64, size & -size, *shared),
             k_bits=fmt.k_bits,
             v_bits=fmt.v_bits,
-            k_method=METHODS.index(fmt.k_method),
-            v_method=METHODS.index(fmt.v_method),
+            k_method=METHODS[fmt.k_method],
+            v_method=METHODS[fmt.v_method],
+            k_group=power_of_two(group_of(layout, fmt.k_method)),
+            v_group=power_of_two(group_of(layout, fmt.v_method)),
+            scale_bits=fmt.scale_bits,
             rotate=fmt.quantized and fmt.v_rotate,
             exact=dtype == torch.float32,
             header_head=layout.header_head_bytes,
@@ -107,6 +126,21 @@ class Geometry:
     def padded(self) -> bool:
         """Whether channels are padded; else all of their masks are true, and say so to the compiler."""
         return self.dim & (self.dim - 1) != 0
+
+    @property
+    def channel_groups(self) -> bool:
+        """Whether scales belong to groups of channels of a token: then every number of a tile has its own."""
+        return any(method == BY_TOKEN and group < self.dim for method, group in self._sides)
+
+    @property
+    def registers(self) -> int | None:
+        """Bound that ptxas is given where scales belong to groups: without one it spills to fit more blocks."""
+        by_tokens = any(method == BY_CHANNEL and group < self.page for method, group in self._sides)
+        return 255 if by_tokens or self.channel_groups else None
+
+    @property
+    def _sides(self) -> tuple[tuple[int, int], ...]:
+        return (self.k_method, self.k_group), (self.v_method, self.v_group)
 
     @property
     def rows(self) -> int:

@@ -57,9 +57,9 @@ class Blocking:
 
     @classmethod
     def of(cls, shape: Geometry) -> Blocking:
-        """What registers hold: half the rows for heads twice as wide, or for float32."""
+        """What registers hold: half the rows for heads twice as wide, for float32, for scales by groups of channels."""
         if shape.dim <= 128 and not shape.exact:
-            return cls()
+            return cls(block_rows=32) if shape.channel_groups else cls()
         return cls(split_warps=8, split_stages=2, block_rows=32, block_tile=16, scan_pages=16)
 
 
@@ -197,7 +197,7 @@ def _checked(layout: PageLayout, sparse: SparseSettings | None, headers: torch.T
     if headers is None or not layout.fmt.quantized:
         raise ValueError("sparse attention needs headers, which only a quantized format has")
     sparse.check_page_size(layout.page_size)
-    if sparse.scoring != "header" and layout.fmt.k_method != "per_channel":
+    if sparse.scoring != "header" and not layout.fmt.keys_by_channel:
         raise ValueError(
             f"scoring {sparse.scoring!r} reads codes by channel: with key_scale={layout.fmt.k_method!r} use scoring "
             "'header'"
@@ -366,7 +366,7 @@ class _Step:
             self.open_pages.stride(0), self.cap, first,
             *self.limits, fresh, base, splits, self.scale, self.softcap, M=max(MIN_ROWS, self.L.rows),
             SPLIT=self.split_pages, FRESH=FRESH_SPLIT, CHOSEN=listed, HAS_FRESH=fresh > 0, **self.flags,
-            num_warps=self.blocking.split_warps, num_stages=self.blocking.split_stages,
+            num_warps=self.blocking.split_warps, num_stages=self.blocking.split_stages, maxnreg=self.L.registers,
         )  # fmt: skip
 
     def _kv_stride(self) -> int:

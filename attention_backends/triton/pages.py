@@ -10,9 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..cpu.abi import BY_CHANNEL, BY_TOKEN
+
 LOG2E = tl.constexpr(1.4426950408889634)
-PER_CHANNEL = tl.constexpr(0)
-PER_TOKEN = tl.constexpr(1)
+PER_CHANNEL = tl.constexpr(BY_CHANNEL)
+PER_TOKEN = tl.constexpr(BY_TOKEN)
 
 
 @triton.jit
@@ -100,6 +102,37 @@ def load_halves(base, index, valid):
 
 
 @triton.jit
+def params_at(page, head, KEYS: tl.constexpr, L: tl.constexpr):
+    """Base (of 8-bit scales only), scales and minima of keys (or values) in the payload at `page`."""
+    if KEYS:
+        base, scales = page + L.at_k_base + head * 6, page + L.at_k_scale + head * L.head_k_scale
+        return base.to(tl.pointer_type(tl.float16)), scales, page + L.at_k_min + head * L.head_k_scale
+    else:
+        base, scales = page + L.at_v_base + head * 6, page + L.at_v_scale + head * L.head_v_scale
+        return base.to(tl.pointer_type(tl.float16)), scales, page + L.at_v_min + head * L.head_v_scale
+
+
+@triton.jit
+def load_params(page, head, entry, valid, KEYS: tl.constexpr, L: tl.constexpr):
+    """Scales and minima of keys (or values) in the payload at `page`, float32; 0 where not `valid`."""
+    units, scales, minima = params_at(page, head, KEYS, L)
+    if L.scale_bits == 16:
+        return load_halves(scales, entry, valid), load_halves(minima, entry, valid)
+    else:
+        scale = tl.load(scales + entry, mask=valid, other=0).to(tl.float32) * tl.load(units).to(tl.float32)
+        minimum = tl.load(minima + entry, mask=valid, other=0).to(tl.float32) * tl.load(units + 2).to(tl.float32)
+        return scale, tl.where(valid, minimum + tl.load(units + 1).to(tl.float32), 0.0)
+
+
+@triton.jit
+def channel_entries(channel, t0, GROUP: tl.constexpr, L: tl.constexpr):
+    """Where parameters by channel lie; tokens `t0 ..` of a tile share them."""
+    if GROUP < L.page:
+        channel += (t0 // GROUP) * L.dim
+    return channel
+
+
+@triton.jit
 def multiply(a, b, L: tl.constexpr):
     if L.exact:
         return tl.dot(a, b, input_precision="ieee")
@@ -140,6 +173,33 @@ def centered(codes, bits: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def restored(codes, page, head, t0, KEYS: tl.constexpr, L: tl.constexpr):
+    """float32 keys (or values, rotated) `[tile, channels]` that codes of tokens `t0 ..` stand for, in their order."""
+    METHOD: tl.constexpr = L.k_method if KEYS else L.v_method
+    GROUP: tl.constexpr = L.k_group if KEYS else L.v_group
+    channel = key_channels(L) if KEYS else value_channels(L)
+    t = t0 + tl.arange(0, L.tile)[:, None]
+    if METHOD == PER_CHANNEL:
+        entry, valid = channel_entries(channel, t0, GROUP, L)[None, :], real(channel[None, :], L)
+    elif METHOD == PER_TOKEN and GROUP < L.dim:
+        entry = t * (L.dim // GROUP) + channel[None, :] // GROUP
+        valid = real(channel[None, :], L) & (t >= 0)
+    else:
+        entry = t if METHOD == PER_TOKEN else t * 0
+        valid = tl.full(t.shape, 1, tl.int1)
+    scale, minimum = load_params(page, head, entry, valid, KEYS, L)
+    return codes.to(tl.float32) * scale + minimum
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """Restored numbers in `dtype`: those next to fp16's ends, which a seal clamps to, must not become infinite."""
+    if dtype == tl.float16:
+        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+    return x.to(dtype)
+
+
+@triton.jit
 def exact_rows(q, center, L: tl.constexpr):
     """`q . center` `[M]` in about float32 precision: `center` goes in as two operands of the queries' dtype."""
     if L.exact:
@@ -159,13 +219,13 @@ def sealed_scores(q, page, head, t0, FOLD: tl.constexpr, L: tl.constexpr):
     `FOLD`: scale the queries instead of the keys, which is less work where there are few of them.
     """
     middle: tl.constexpr = ((1 << L.k_bits) - 1) * 0.5
-    codes = centered(key_codes(page, head, t0, L), L.k_bits, q.dtype if not L.exact else tl.float32)
-    scales = page + L.at_k_scale + head * L.head_k_scale
-    minima = page + L.at_k_min + head * L.head_k_scale
+    raw = key_codes(page, head, t0, L)
+    codes = centered(raw, L.k_bits, q.dtype if not L.exact else tl.float32)
     if L.k_method == PER_CHANNEL:
         channel = key_channels(L)
-        scale = load_halves(scales, channel, real(channel, L))
-        center = load_halves(minima, channel, real(channel, L)) + middle * scale
+        entry = channel_entries(channel, t0, L.k_group, L)
+        scale, minimum = load_params(page, head, entry, real(channel, L), True, L)
+        center = minimum + middle * scale
         if FOLD:
             wide = q.to(tl.float32)
             s = multiply((wide * scale[None, :]).to(codes.dtype), tl.trans(codes), L)
@@ -173,13 +233,19 @@ def sealed_scores(q, page, head, t0, FOLD: tl.constexpr, L: tl.constexpr):
         else:
             keys = (codes.to(tl.float32) * scale[None, :]).to(codes.dtype)
             s = multiply(q, tl.trans(keys), L) + exact_rows(q, center, L)[:, None]
+    elif L.k_method == PER_TOKEN and L.k_group < L.dim:  # a product for each group would cost more
+        keys = restored(raw, page, head, t0, True, L)
+        high = rounded(keys, codes.dtype)
+        s = multiply(q, tl.trans(high), L)
+        if not L.exact:
+            s += multiply(q, tl.trans((keys - high.to(tl.float32)).to(codes.dtype)), L)
     else:
         t = t0 + tl.arange(0, L.tile)
         at = t if L.k_method == PER_TOKEN else t * 0
-        scale = load_halves(scales, at, tl.full(at.shape, 1, tl.int1))
-        center = load_halves(minima, at, tl.full(at.shape, 1, tl.int1)) + middle * scale
+        scale, minimum = load_params(page, head, at, tl.full(at.shape, 1, tl.int1), True, L)
+        center = minimum + middle * scale
         s = multiply(q, tl.trans(codes), L) * scale[None, :]
-        s += tl.sum(q.to(tl.float32), 1)[:, None] * center[None, :]
+        s += exact_rows(q, tl.full((4 * L.quarter,), 1.0, tl.float32), L)[:, None] * center[None, :]
     return s
 
 
@@ -204,20 +270,22 @@ def value_codes(page, head, t0, L: tl.constexpr):
 def sealed_values(weights, dtype: tl.constexpr, page, head, t0, L: tl.constexpr):
     """`weights` float32 `[M, tile]` times the (rotated) values of tokens `t0 ..`: float32 `[M, 2 * half]`."""
     t = t0 + tl.arange(0, L.tile)
-    codes = centered(value_codes(page, head, t0, L), L.v_bits, dtype)
+    raw = value_codes(page, head, t0, L)
+    codes = centered(raw, L.v_bits, dtype)
     middle: tl.constexpr = ((1 << L.v_bits) - 1) * 0.5
-    scales = page + L.at_v_scale + head * L.head_v_scale
-    minima = page + L.at_v_min + head * L.head_v_scale
     if L.v_method == PER_CHANNEL:
         channel = value_channels(L)
-        scale = load_halves(scales, channel, real(channel, L))
-        center = load_halves(minima, channel, real(channel, L)) + middle * scale
+        entry = channel_entries(channel, t0, L.v_group, L)
+        scale, minimum = load_params(page, head, entry, real(channel, L), False, L)
+        center = minimum + middle * scale
         total = multiply(weights.to(dtype), codes, L) * scale[None, :]
         return total + tl.sum(weights, 1)[:, None] * center[None, :]
+    elif L.v_method == PER_TOKEN and L.v_group < L.dim:
+        return multiply(weights.to(dtype), rounded(restored(raw, page, head, t0, False, L), dtype), L)
     else:
         at = t if L.v_method == PER_TOKEN else t * 0
-        scale = load_halves(scales, at, tl.full(at.shape, 1, tl.int1))
-        center = load_halves(minima, at, tl.full(at.shape, 1, tl.int1)) + middle * scale
+        scale, minimum = load_params(page, head, at, tl.full(at.shape, 1, tl.int1), False, L)
+        center = minimum + middle * scale
         total = multiply((weights * scale[None, :]).to(dtype), codes, L)
         return total + tl.sum(weights * center[None, :], 1)[:, None]
 

@@ -14,7 +14,18 @@ import triton
 import triton.language as tl
 
 from .attend import load_queries
-from .pages import LOG2E, key_channels, load_halves, multiply, natural_channels, plane_at, real, soften, within
+from .pages import (
+    LOG2E,
+    channel_entries,
+    key_channels,
+    load_params,
+    multiply,
+    natural_channels,
+    plane_at,
+    real,
+    soften,
+    within,
+)
 from .units import BLOCK, candidates
 
 VARIANCE_FACTOR = tl.constexpr(0.7)  # `selection.pages.VARIANCE_FACTOR`
@@ -209,6 +220,21 @@ def known_blocks(
 
 
 @triton.jit
+def fold_codes(x, page, head, t0, dtype: tl.constexpr, L: tl.constexpr):
+    """Queries `x` `[M, 4 * quarter]`, in `dtype`, for the two bits of plane 0 less 1.5 of tokens `t0 ..`; what is to be
+    added `[M]`: to the products, for minima, and to the log-mass, for the bits that aren't read."""
+    per_step: tl.constexpr = 1 << (L.k_bits - 2)  # codes that one step of the top two bits covers
+    channel = key_channels(L)
+    entry = channel_entries(channel, t0, L.k_group, L)
+    factor, minimum = load_params(page, head, entry, real(channel, L), True, L)
+    step = factor * per_step
+    bias = tl.sum(x * (minimum + factor * ((per_step - 1) * 0.5) + step * 1.5)[None, :], 1)
+    folded = x * step[None, :]
+    # Half the variance of a uniform error of one step.
+    return folded.to(dtype), bias, tl.sum(folded * folded, 1) / 24
+
+
+@triton.jit
 def probe_pages(
     q, payload, codes, lists, lengths, cu_q, table, payload_slot, units, totals,
     q_stride, table_stride, payload_stride, pages_stride, first_unit, scale, softcap,
@@ -237,21 +263,15 @@ def probe_pages(
     token, q_head = asking(r, query, tl.load(cu_q + row), head, SAMPLES, L)
     raw = load_queries(q, token, q_head, valid, q_stride, L)
     x = raw.to(tl.float32) * scale
-    channel = key_channels(L)
     c = tl.arange(0, L.quarter)
-    per_step: tl.constexpr = 1 << (L.k_bits - 2)  # codes that one step of the top two bits covers
     to = codes + ((unit * L.heads + head) * (L.group * SAMPLES) + r).to(tl.int64) * pages_stride
     for j in tl.range(part * PAGES, tl.minimum((part + 1) * PAGES, count), disable_licm=True):
         page = payload + tl.sum(tl.where(i == j, slots, 0)).to(tl.int64) * payload_stride
-        factor = load_halves(page + L.at_k_scale + head * L.head_k_scale, channel, real(channel, L))
-        minimum = load_halves(page + L.at_k_min + head * L.head_k_scale, channel, real(channel, L))
-        step = factor * per_step
-        bias = tl.sum(x * (minimum + factor * ((per_step - 1) * 0.5) + step * 1.5)[None, :], 1)
-        folded = x * step[None, :]
-        noise = tl.sum(folded * folded, 1) / 24  # half the variance of a uniform error of one step
-        operand = folded.to(raw.dtype)
+        operand, bias, noise = fold_codes(x, page, head, 0, raw.dtype, L)
         found = tl.full((M,), float("-inf"), tl.float32)
         for t0 in tl.static_range(0, PAGE, TILE):
+            if t0 > 0 and t0 % L.k_group == 0:
+                operand, bias, noise = fold_codes(x, page, head, t0, raw.dtype, L)
             t = t0 + tl.arange(0, L.tile)
             at = head * L.head_k_plane + plane_at(t[:, None], c[None, :], L)
             keep = within(c[None, :], L.dim // 4, L)
@@ -259,5 +279,5 @@ def probe_pages(
             two = (packed[:, None, :] >> (2 * tl.arange(0, 4)[None, :, None])) & 3
             keys = (tl.reshape(two, (L.tile, 4 * L.quarter)).to(tl.float32) - 1.5).to(raw.dtype)
             s = soften(multiply(operand, tl.trans(keys), L) + bias[:, None], softcap, CAP)
-            found = log_add(found, log_sum(s, 1))
-        tl.store(to + tl.sum(tl.where(i == j, pages, 0)), found + noise, mask=valid)
+            found = log_add(found, log_sum(s, 1) + noise)
+        tl.store(to + tl.sum(tl.where(i == j, pages, 0)), found, mask=valid)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .pages import PER_CHANNEL, PER_TOKEN, key_channels, natural_channels, plane_at, real, rotate, within
+from .pages import PER_CHANNEL, PER_TOKEN, key_channels, natural_channels, params_at, plane_at, real, rotate, within
 
 FP16_MAX = tl.constexpr(65504.0)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and taking it away rounds to the nearest integer, ties to even
@@ -41,11 +41,29 @@ def inverse_or_zero(step):
 
 
 @triton.jit
-def extremes(x, valid, METHOD: tl.constexpr):
-    """Minimum and maximum of `x` `[tokens, channels]`, `[1, channels]`, `[tokens, 1]` or `[1, 1]`."""
+def group_of_run(channel, GROUP: tl.constexpr, L: tl.constexpr):
+    """Whether a run of 8 places, all of one group of channels, lies in a group: `[runs, groups]`, both padded."""
+    runs: tl.constexpr = channel.shape[0] // 8
+    first = tl.max(tl.reshape(channel, (runs, 8)), 1)[:, None]  # padding (-1) comes by runs, too
+    return (first >= 0) & (first // GROUP == tl.arange(0, 2 * L.half // GROUP)[None, :])
+
+
+@triton.jit
+def extremes(x, valid, channel, METHOD: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr):
+    """Minimum and maximum of each group of `x` `[tokens, channels]`, in two dimensions of which one may be 1."""
     low, high = tl.where(valid, x, FP16_MAX), tl.where(valid, x, -FP16_MAX)
-    if METHOD == PER_CHANNEL:
+    rows: tl.constexpr = x.shape[0]
+    columns: tl.constexpr = x.shape[1]
+    if METHOD == PER_CHANNEL and GROUP < rows:
+        low = tl.reshape(low, (rows // GROUP, GROUP, columns))
+        return tl.min(low, 1), tl.max(tl.reshape(high, (rows // GROUP, GROUP, columns)), 1)
+    elif METHOD == PER_CHANNEL:
         return tl.min(low, 0)[None, :], tl.max(high, 0)[None, :]
+    elif METHOD == PER_TOKEN and GROUP < L.dim:
+        mine = group_of_run(channel, GROUP, L)[None, :, :]
+        low = tl.min(tl.reshape(low, (rows, columns // 8, 8)), 2)[:, :, None]
+        high = tl.max(tl.reshape(high, (rows, columns // 8, 8)), 2)[:, :, None]
+        return tl.min(tl.where(mine, low, FP16_MAX), 1), tl.max(tl.where(mine, high, -FP16_MAX), 1)
     elif METHOD == PER_TOKEN:
         return tl.min(low, 1)[:, None], tl.max(high, 1)[:, None]
     else:
@@ -53,22 +71,95 @@ def extremes(x, valid, METHOD: tl.constexpr):
 
 
 @triton.jit
-def quantize(x, valid, t, channel, scales, minima, BITS: tl.constexpr, METHOD: tl.constexpr, L: tl.constexpr):
-    """Codes int32 of `x`; stores the fp16 scales and minima."""
-    levels: tl.constexpr = (1 << BITS) - 1
-    low, high = extremes(x, valid, METHOD)
-    minimum = half_toward(low, False)
-    spread = high - minimum.to(tl.float32)
-    scale = half_toward(tl.div_rn(spread, tl.full(spread.shape, levels, tl.float32)), True)
-    if METHOD == PER_CHANNEL:
-        at, keep = channel[None, :], real(channel[None, :], L)
+def entries(t, channel, METHOD: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr):
+    """Where the parameters of `extremes`' groups are stored, and whether they are."""
+    if METHOD == PER_CHANNEL and GROUP < t.shape[0]:
+        row = tl.arange(0, t.shape[0] // GROUP)[:, None]
+        return row * L.dim + channel[None, :], (row < L.page // GROUP) & real(channel[None, :], L)
+    elif METHOD == PER_CHANNEL:
+        return channel[None, :], real(channel[None, :], L)
+    elif METHOD == PER_TOKEN and GROUP < L.dim:
+        column = tl.arange(0, 2 * L.half // GROUP)[None, :]
+        at = t[:, None] * (L.dim // GROUP) + column
+        return at, (t[:, None] < L.page) & within(column, L.dim // GROUP, L)
     elif METHOD == PER_TOKEN:
-        at, keep = t[:, None], t[:, None] < L.page
+        return t[:, None], t[:, None] < L.page
     else:
-        at, keep = tl.zeros((1, 1), tl.int32), tl.full((1, 1), 1, tl.int1)
-    tl.store(scales.to(tl.pointer_type(tl.float16)) + at, scale, mask=keep)
-    tl.store(minima.to(tl.pointer_type(tl.float16)) + at, minimum, mask=keep)
-    codes = round_even((x - minimum.to(tl.float32)) * inverse_or_zero(scale.to(tl.float32)))
+        return tl.zeros((1, 1), tl.int32), tl.full((1, 1), 1, tl.int1)
+
+
+@triton.jit
+def spread(params, t, channel, METHOD: tl.constexpr, GROUP: tl.constexpr, L: tl.constexpr):
+    """Parameters of groups as something that broadcasts to `[tokens, channels]`."""
+    rows: tl.constexpr = t.shape[0]
+    columns: tl.constexpr = channel.shape[0]
+    if METHOD == PER_CHANNEL and GROUP < rows:
+        wide = tl.broadcast_to(params[:, None, :], (rows // GROUP, GROUP, columns))
+        return tl.reshape(wide, (rows, columns))
+    elif METHOD == PER_TOKEN and GROUP < L.dim:
+        mine = group_of_run(channel, GROUP, L)[None, :, :]
+        runs = tl.sum(tl.where(mine, params[:, None, :], 0.0), 2)
+        return tl.reshape(tl.broadcast_to(runs[:, :, None], (rows, columns // 8, 8)), (rows, columns))
+    else:
+        return params
+
+
+@triton.jit
+def whole(x, KEEP_MAX: tl.constexpr):
+    """Minimum or maximum of all of `x`, `[1, 1]`."""
+    if KEEP_MAX:
+        return tl.max(tl.max(x, 1), 0)[None, None]
+    else:
+        return tl.min(tl.min(x, 1), 0)[None, None]
+
+
+@triton.jit
+def divide(x, by: tl.constexpr):
+    return tl.div_rn(x, tl.full(x.shape, by, tl.float32))
+
+
+@triton.jit
+def make_params(low, high, at, keep, page, head, LEVELS: tl.constexpr, KEYS: tl.constexpr, L: tl.constexpr):
+    """float32 scales and minima of groups as they read back; stores them as `kv_quant/scale_methods.py` says."""
+    base, scales, minima = params_at(page, head, KEYS, L)
+    if L.scale_bits == 16:
+        minimum = half_toward(low, False)
+        scale = half_toward(divide(high - minimum.to(tl.float32), LEVELS), True)
+        tl.store(scales.to(tl.pointer_type(tl.float16)) + at, scale, mask=keep)
+        tl.store(minima.to(tl.pointer_type(tl.float16)) + at, minimum, mask=keep)
+        return scale.to(tl.float32), minimum.to(tl.float32)
+    else:
+        least = half_toward(whole(tl.where(keep, low, FP16_MAX), False), False)
+        offset = least.to(tl.float32)
+        unit = half_toward(divide(whole(tl.where(keep, low, -FP16_MAX), True) - offset, 255), True)
+        width = unit.to(tl.float32)
+        steps = tl.minimum(tl.maximum(tl.floor((low - offset) * inverse_or_zero(width)), 0.0), 255.0)
+        steps = tl.maximum(steps - tl.where(offset + width * steps > low, 1.0, 0.0), 0.0)
+        minimum = offset + width * steps
+        need = tl.where(keep, tl.maximum(divide(high - minimum, LEVELS), 0.0), 0.0)
+        scale_unit = half_toward(divide(whole(need, True), 255), True)
+        codes = tl.ceil(need * inverse_or_zero(scale_unit.to(tl.float32)))
+        codes = tl.minimum(tl.maximum(codes, 0.0), 255.0)
+        tl.store(scales + at, codes.to(tl.uint8), mask=keep)
+        tl.store(minima + at, steps.to(tl.uint8), mask=keep)
+        units = base + tl.zeros((1, 1), tl.int32)
+        tl.store(units, scale_unit)
+        tl.store(units + 1, least)
+        tl.store(units + 2, unit)
+        return scale_unit.to(tl.float32) * codes, minimum
+
+
+@triton.jit
+def quantize(x, valid, t, channel, page, head, KEYS: tl.constexpr, L: tl.constexpr):
+    """Codes int32 of keys (or values) `x`; stores scales and minima."""
+    METHOD: tl.constexpr = L.k_method if KEYS else L.v_method
+    GROUP: tl.constexpr = L.k_group if KEYS else L.v_group
+    levels: tl.constexpr = (1 << (L.k_bits if KEYS else L.v_bits)) - 1
+    low, high = extremes(x, valid, channel, METHOD, GROUP, L)
+    at, keep = entries(t, channel, METHOD, GROUP, L)
+    scale, minimum = make_params(low, high, at, keep, page, head, levels, KEYS, L)
+    inverse = spread(inverse_or_zero(scale), t, channel, METHOD, GROUP, L)
+    codes = round_even((x - spread(minimum, t, channel, METHOD, GROUP, L)) * inverse)
     codes = tl.minimum(tl.maximum(codes, 0.0), levels)
     return tl.where(valid, codes, 0.0).to(tl.int32)
 
@@ -178,16 +269,14 @@ def seal_pages(
         x, valid = load_rows(k + first, t, channel, token_stride, L)
         x = sanitize(x)
         store_header(x, valid, channel, headers + block.to(tl.int64) * header_stride + head * L.header_head, L)
-        scales, minima = page + L.at_k_scale + head * L.head_k_scale, page + L.at_k_min + head * L.head_k_scale
-        codes = quantize(x, valid, t, channel, scales, minima, L.k_bits, L.k_method, L)
+        codes = quantize(x, valid, t, channel, page, head, True, L)
         store_keys(codes, t, page, head, L, TOKENS)
         d = natural_channels(L)
         y, valid = load_rows(v + first, t, d, token_stride, L)
         y = sanitize(y)
         if L.rotate:
             y = tl.minimum(tl.maximum(rotate(y, TOKENS, L), -FP16_MAX), FP16_MAX)
-        scales, minima = page + L.at_v_scale + head * L.head_v_scale, page + L.at_v_min + head * L.head_v_scale
-        codes = quantize(y, valid, t, d, scales, minima, L.v_bits, L.v_method, L)
+        codes = quantize(y, valid, t, d, page, head, False, L)
         store_values(codes, t, page, head, L, TOKENS)
 
 

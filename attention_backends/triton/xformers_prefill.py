@@ -28,17 +28,15 @@ import triton
 import triton.language as tl
 
 from .pages import (
-    PER_CHANNEL,
-    PER_TOKEN,
-    centered,
     key_channels,
     key_codes,
-    load_halves,
     natural_channels,
     page_at,
     place_of,
     real,
+    restored,
     rotate,
+    rounded,
     value_channels,
     value_codes,
 )
@@ -168,7 +166,7 @@ class XformersPrefill:
                 lengths, step._kv_stride(), step.table.stride(0), step.payload.stride(0), step.host_stride,
                 step.open_pages.stride(0), chosen.stride(1), first, *step.limits, tokens, units, keys.stride(0),
                 to_head, to_token, CHOSEN=CHOSEN, HAS_SLOTS=step.payload_slot is not None,
-                HAS_HOST=step.host is not None, L=tile, num_warps=8,
+                HAS_HOST=step.host is not None, L=tile, num_warps=8, maxnreg=shape.registers,
             )  # fmt: skip
         blocks = (step.cu_q, step.blocks, step.totals)
         step.launch(gather_queries, (units, heads * group), step.q, q, *blocks, step.q.stride(0), first, L=shape)
@@ -210,32 +208,12 @@ def move_plain(source_k, source_v, from_, keys, values, at, keep, L: tl.constexp
 
 
 @triton.jit
-def restored(codes, at_scale, at_min, method: tl.constexpr, t, channel, bits: tl.constexpr, L: tl.constexpr):
-    """float32 numbers `[tile, channels]` that codes stand for; scales at `at_scale`, minima at `at_min`."""
-    x = centered(codes, bits, tl.float32)
-    middle: tl.constexpr = ((1 << bits) - 1) * 0.5
-    if method == PER_CHANNEL:
-        scale = load_halves(at_scale, channel, real(channel, L))[None, :]
-        center = load_halves(at_min, channel, real(channel, L))[None, :] + middle * scale
-    else:
-        i = t if method == PER_TOKEN else t * 0
-        scale = load_halves(at_scale, i, tl.full(i.shape, 1, tl.int1))[:, None]
-        center = load_halves(at_min, i, tl.full(i.shape, 1, tl.int1))[:, None] + middle * scale
-    return x * scale + center
-
-
-@triton.jit
 def move_sealed(page, head, t0, keys, values, at, keep, L: tl.constexpr):
     """Tokens `t0 ..` of a sealed page, restored; values stay rotated."""
-    t = t0 + tl.arange(0, L.tile)
-    channel = key_channels(L)
-    at_scale, at_min = page + L.at_k_scale + head * L.head_k_scale, page + L.at_k_min + head * L.head_k_scale
-    x = restored(key_codes(page, head, t0, L), at_scale, at_min, L.k_method, t, channel, L.k_bits, L)
-    store_values(x, keys, at, channel, keep, L)
-    channel = value_channels(L)
-    at_scale, at_min = page + L.at_v_scale + head * L.head_v_scale, page + L.at_v_min + head * L.head_v_scale
-    y = restored(value_codes(page, head, t0, L), at_scale, at_min, L.v_method, t, channel, L.v_bits, L)
-    store_values(y, values, at, channel, keep, L)
+    x = restored(key_codes(page, head, t0, L), page, head, t0, True, L)
+    store_values(rounded(x, keys.dtype.element_ty), keys, at, key_channels(L), keep, L)
+    y = restored(value_codes(page, head, t0, L), page, head, t0, False, L)
+    store_values(rounded(y, values.dtype.element_ty), values, at, value_channels(L), keep, L)
 
 
 @triton.jit

@@ -6,7 +6,9 @@ import logging
 import pytest
 
 from vllm_ktx.attention_backends.cpu import native
+from vllm_ktx.attention_backends.cpu.abi import METHODS, kind_of
 from vllm_ktx.attention_backends.kernels import kernels_for
+from vllm_ktx.attention_backends.triton.geometry import unserved
 from vllm_ktx.kv_quant import PRESETS, KVFormat, parse_format
 from vllm_ktx.kv_quant.scale_methods import SCALE_BITS, SCALE_METHODS, ScaleMethod
 
@@ -20,14 +22,28 @@ def fresh():
     kernels_for.cache_clear()
 
 
+SIDES = ((4, 8), (4, 8), SCALE_METHODS, SCALE_METHODS, (False, True), (0,), (False, True), SCALE_BITS)
+FORMATS = (*PRESETS.values(), *(KVFormat("test", *fields) for fields in itertools.product(*SIDES)))
+
+
 @needs_kernels
 def test_every_format_is_native(caplog):
-    rotate = (False, True)
-    matrix = itertools.product((4, 8), (4, 8), SCALE_METHODS, SCALE_METHODS, rotate, (0,), rotate, SCALE_BITS)
     with caplog.at_level(logging.WARNING):
-        for fmt in (*PRESETS.values(), *(KVFormat("test", *fields) for fields in matrix)):
+        for fmt in FORMATS:
             assert kernels_for("auto", fmt).name.startswith("native")
     assert not caplog.records
+
+
+def test_every_format_has_cuda_kernels_but_shapes_that_nobody_wrote():
+    assert not [fmt for fmt in FORMATS if unserved(fmt)]
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (96, 1), (1, 96)])
+def test_what_cuda_kernels_lack_is_named(shape, monkeypatch):
+    monkeypatch.setitem(SCALE_METHODS, "blocks", ScaleMethod("blocks", *shape))
+    if kind_of(SCALE_METHODS["blocks"]) is not None:
+        monkeypatch.setitem(METHODS, "blocks", kind_of(SCALE_METHODS["blocks"]))
+    assert unserved(parse_format("k4v4", v_method="blocks")) == "scales blocks"
 
 
 @needs_kernels

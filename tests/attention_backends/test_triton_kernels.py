@@ -8,10 +8,11 @@ import os
 import pytest
 import torch
 
-from tests.attention_backends.cases import TOLERANCE, compare, make_batch, make_format
+from tests.attention_backends.cases import GROUPS, TOLERANCE, compare, make_batch, make_format
 from tests.attention_backends.test_cpu_sparse import lists_of, oracle, pages_in_common
 from vllm_ktx.attention_backends.selection import SparseSettings
 from vllm_ktx.kv_quant import KVCacheQuantizer, PageLayout, parse_format
+from vllm_ktx.kv_quant.scale_methods import SCALE_BITS
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1: test_triton.py runs it", allow_module_level=True)
@@ -48,6 +49,7 @@ def same_header(layout, got, want):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [(4, 8), (8, 4)])
+@pytest.mark.parametrize("scale_bits", SCALE_BITS)
 @pytest.mark.parametrize(
     ("methods", "shape"),
     [
@@ -55,11 +57,16 @@ def same_header(layout, got, want):
         (("per_token", "per_channel"), (96, 1, 32)),
         (("per_head", "per_head"), (32, 3, 128)),
         (("per_channel", "per_token"), (32, 1, 256)),
+        (("per_channel_32", "per_token_32"), (96, 2, 96)),  # groups that the key order cuts; a padded page
+        (("per_token_32", "per_channel_32"), (64, 1, 128)),
+        (("per_token_32", "per_token_32"), (32, 2, 160)),
+        (("per_channel_32", "per_channel_32"), (128, 1, 64)),
     ],
 )
-def test_sealed_bytes_equal_the_oracle(dtype, bits, methods, shape):
+def test_sealed_bytes_equal_the_oracle(dtype, bits, methods, scale_bits, shape):
     page, heads, dim = shape
-    layout = PageLayout(make_format(*bits, *methods, v_rotate=methods[1] != "per_channel"), page, heads, dim)
+    fmt = make_format(*bits, *methods, v_rotate=methods[1] != "per_channel", scale_bits=scale_bits)
+    layout = PageLayout(fmt, page, heads, dim)
     torch.manual_seed(0)
     k = torch.randn(2, heads, page, dim) * torch.linspace(0.1, 30, dim) + torch.linspace(-300, 300, dim)
     v = torch.randn(2, heads, page, dim)
@@ -70,9 +77,10 @@ def test_sealed_bytes_equal_the_oracle(dtype, bits, methods, shape):
     same_header(layout, header, want_header)
 
 
+@pytest.mark.parametrize("fmt", [make_format(4, 8), GROUPS[0]])
 @pytest.mark.parametrize("kind", ["zero", "constant", "nan", "inf", "huge", "tiny"])
-def test_special_inputs(kind):
-    layout = PageLayout(make_format(4, 8), 32, 2, 64, dtype_bytes=4)
+def test_special_inputs(kind, fmt):
+    layout = PageLayout(fmt, 32, 2, 64, dtype_bytes=4)
     torch.manual_seed(2)
     k = torch.randn(2, 2, 32, 64)
     if kind in ("zero", "constant"):
@@ -117,6 +125,18 @@ def test_append(dtype):
     assert torch.equal(open_pages, want)
 
 
+def test_numbers_at_the_ends_of_fp16_stay_finite():
+    """Restored, some lie half a step beyond what fp16 holds."""
+    fmt = make_format(4, 4, "per_token_32", "per_token_32", v_rotate=False)
+    batch = make_batch([(1, 128)], fmt, 32, 2, 1, 64, torch.float16, seal_tail=True, scattered_slots=False)
+    x = torch.where(torch.rand(len(batch.inputs["payload"]), 1, 32, 64) < 0.5, -65504.0, 63000.0)
+    x += 2500 * torch.rand_like(x)
+    batch.inputs["payload"][:] = KVCacheQuantizer(batch.layout).seal(x, x)[1]
+    assert KVCacheQuantizer(batch.layout).unseal(batch.inputs["payload"])[0].half().isinf().any()
+    out, lse = batch.run(kernels, q=batch.inputs["q"] * 1e-4)
+    assert out.isfinite().all() and lse.isfinite().all()
+
+
 FORMATS = [
     {},
     {"k_bits": 8, "v_bits": 8},
@@ -124,6 +144,25 @@ FORMATS = [
     {"k_method": "per_head", "v_method": "per_head", "k_bits": 8},
     {"k_bits": 16, "v_bits": 16},
 ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale_bits", SCALE_BITS)
+@pytest.mark.parametrize(
+    ("k_method", "v_method", "shape"),
+    [
+        ("per_channel_32", "per_token", (64, 8, 1, 64)),
+        ("per_token_32", "per_channel_32", (128, 3, 1, 96)),
+        ("per_channel", "per_token_32", (96, 2, 2, 64)),
+        ("per_token", "per_head", (32, 2, 1, 80)),
+        pytest.param("per_channel_32", "per_token_32", (64, 2, 1, 256), marks=slow),
+        pytest.param("per_token_32", "per_token_32", (128, 4, 1, 128), marks=slow),
+        pytest.param("per_head", "per_channel", (96, 6, 2, 80), marks=slow),
+    ],
+)
+def test_scale_methods(k_method, v_method, shape, scale_bits, dtype):
+    fmt = make_format(8, 4, k_method, v_method, v_rotate=scale_bits == 16, scale_bits=scale_bits)
+    make_batch([(1, 2 * shape[0] + 75), (3, shape[0] + 64)], fmt, *shape, dtype).check(kernels)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -201,11 +240,18 @@ def test_sparse_decode(scoring, dtype):
     assert least <= extra["depth"][0, 0] <= most and extra["depth"][2, 0] == 0
 
 
-@pytest.mark.parametrize("fmt", [{}, {"k_bits": 8, "v_bits": 8}, {"k_method": "per_token"}])
+@pytest.mark.parametrize("fmt", [make_format(), make_format(8, 8), make_format(k_method="per_token"), *GROUPS[::3]])
 def test_sparse_prefill(fmt):
-    scoring = "header" if "k_method" in fmt else "cascade"
-    batch = small_batch([(66, 330)], fmt=make_format(**fmt), q_heads=2)
+    scoring = "cascade" if fmt.keys_by_channel else "header"
+    shape = {"page_size": 64, "dim": 64} if fmt in GROUPS else {}
+    batch = small_batch([(66, 330)], fmt=fmt, q_heads=2, **shape)
     check(batch, SparseSettings(**SMALL, scoring=scoring, coverage=0.8), 0.95)
+
+
+@pytest.mark.parametrize("fmt", [*GROUPS[::2], make_format(8, 4, scale_bits=8)])
+def test_two_bit_scoring_by_scale_method(fmt):
+    batch = small_batch([(1, 960), (1, 700)], fmt=fmt, page_size=64, dim=64, uneven=4.0)
+    check(batch, SparseSettings(**SMALL, scoring="codes", select="top_k", top_k=4))
 
 
 @pytest.mark.parametrize(

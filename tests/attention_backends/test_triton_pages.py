@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from tests.attention_backends.cases import make_batch, make_format
+from tests.attention_backends.cases import GROUPS, make_batch, make_format
 from vllm_ktx.attention_backends.selection import SparseSettings
 from vllm_ktx.attention_backends.self_check import KernelError, self_check
 from vllm_ktx.kv_quant import PageLayout, parse_format
@@ -83,9 +83,11 @@ def test_sparse_decode_is_the_same_to_the_bit_over_any_pool(dtype):
     check(batch, SparseSettings(**SMALL, coverage=0.8), sizes, steps)
 
 
-@pytest.mark.parametrize("scoring", ["header", "codes"])
-def test_scoring_reads_host_memory_or_the_planes(scoring):
-    batch = small_batch([(1, 260)], q_heads=4, kv_heads=2)
+@pytest.mark.parametrize(
+    ("scoring", "fmt"), [("header", make_format()), ("codes", make_format()), ("codes", GROUPS[0])]
+)
+def test_scoring_reads_host_memory_or_the_planes(scoring, fmt):
+    batch = small_batch([(1, 260)], q_heads=4, kv_heads=2, fmt=fmt)
     check(batch, SparseSettings(**SMALL, scoring=scoring, coverage=0.8), [3, 3], steps=1)
 
 
@@ -113,9 +115,9 @@ def sealed(layout, blocks, seed):
     return k, v, torch.arange(len(blocks)) * k.stride(0), torch.tensor(blocks, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("name", ["k4v4", "none"])
-def test_new_pages_go_to_host_memory_to_their_slot_and_to_the_planes(name):
-    layout = PageLayout(parse_format(name), 32, 2, 32, dtype_bytes=4)
+@pytest.mark.parametrize("fmt", [parse_format("k4v4"), parse_format("none"), GROUPS[0]])
+def test_new_pages_go_to_host_memory_to_their_slot_and_to_the_planes(fmt):
+    layout = PageLayout(fmt, 32, 2, 32, dtype_bytes=4)
     planes = torch.zeros(6, layout.scoring_bytes, dtype=torch.uint8)
     host, slots = (torch.zeros(n, layout.payload_bytes, dtype=torch.uint8) for n in (6, 2))
     pages = DevicePages(layout, slots, host, planes)

@@ -11,7 +11,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1: test_xformers.py runs it", allow_module_level=True)
 from tests.attention_backends import test_triton_kernels, test_triton_pages
-from tests.attention_backends.cases import make_format
+from tests.attention_backends.cases import GROUPS, make_format
 from tests.attention_backends.partials import Counted
 from tests.attention_backends.test_triton_kernels import SMALL, check, small_batch
 from vllm_ktx.attention_backends.selection import SparseSettings
@@ -44,6 +44,8 @@ def counted(monkeypatch):
         ([(65, 611)], {"page_size": 96, "q_heads": 1, "fmt": make_format(8, 8), "settings": {"window": 192}}),
         ([(65, 420)], {"fmt": make_format(4, 8, v_method="per_channel", v_rotate=False), "seal_tail": True}),
         ([(65, 330)], {"fmt": make_format(k_method="per_token", v_method="per_head"), "scoring": "header"}),
+        ([(65, 500)], {"fmt": GROUPS[0], "page_size": 64, "dim": 96}),
+        ([(65, 420)], {"fmt": GROUPS[1], "dim": 64, "scoring": "header"}),
         ([(129, 300)], {"settings": {"sinks": 0, "select": "top_k", "top_k": 1}, "scattered_slots": False}),
     ],
 )

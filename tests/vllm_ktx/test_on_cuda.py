@@ -7,6 +7,7 @@ from vllm.platforms.interface import DeviceCapability
 
 from vllm_ktx.attention_backends.ktx import KTXBackend
 from vllm_ktx.config import KtxConfig
+from vllm_ktx.kv_quant import SCALE_METHODS, ScaleMethod
 from vllm_ktx.plugin import unsupported_on_device
 
 
@@ -39,6 +40,7 @@ def compiled(monkeypatch):
     [
         ({}, {}),
         ({"format": {"default": "k4v4", "layers": {"0-1": "none"}}, "kernels": "triton"}, {}),
+        ({"key_scale": "per_channel_32", "value_scale": "per_token_32", "scale_bits": 8}, {}),
         ({"key_scale": "per_head", "rotate_keys": True, "scoring": "header"}, {"cache_dtype": "bfloat16"}),
         ({}, {"speculative": "ngram", "async_scheduling": False}),
     ],
@@ -53,7 +55,6 @@ def test_served(ktx, options):
         ({"kernels": "native"}, {}, "ktx.kernels='native'", "leave it out"),
         ({"kernels": "torch"}, {}, "ktx.kernels='torch'", "leave it out"),
         ({"disk_gib": 4, "disk_dir": "/tmp"}, {}, "live in host memory only", "raise ktx.host_gib"),
-        ({"scale_bits": 8}, {}, "no CUDA kernels for 8-bit scales", "leave ktx.key_scale"),
         ({}, {"v2": False}, "V2 model runner", "unset VLLM_USE_V2_MODEL_RUNNER"),
         ({}, {"speculative": "ngram_gpu"}, "'ngram_gpu' with async scheduling", "--no-async-scheduling"),
         ({}, {"dbo": True}, "dual batch overlap", "leave --enable-dbo out"),
@@ -63,6 +64,12 @@ def test_served(ktx, options):
 def test_refused_by_name(ktx, options, reason, fix):
     (said,) = unsupported_on_device(engine(**options), KtxConfig.parse(ktx), platform())
     assert reason in said and fix in said
+
+
+def test_a_scale_method_of_another_shape_is_refused_by_name(monkeypatch):
+    monkeypatch.setitem(SCALE_METHODS, "blocks", ScaleMethod("blocks", 16, 16))
+    (said,) = unsupported_on_device(engine(), KtxConfig.parse({"value_scale": "blocks"}), platform())
+    assert "no CUDA kernels for scales blocks" in said and "leave ktx.key_scale and ktx.value_scale out" in said
 
 
 def test_old_cards_other_platforms_and_the_interpreter_are_refused(monkeypatch):
