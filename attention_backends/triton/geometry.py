@@ -132,11 +132,10 @@ class Geometry:
         """Whether scales belong to groups of channels of a token: then every number of a tile has its own."""
         return any(method == BY_TOKEN and group < self.dim for method, group in self._sides)
 
-    @property
-    def registers(self) -> int | None:
+    def registers(self, warps: int) -> int | None:
         """Bound that ptxas is given where scales belong to groups: without one it spills to fit more blocks."""
         by_tokens = any(method == BY_CHANNEL and group < self.page for method, group in self._sides)
-        return 255 if by_tokens or self.channel_groups else None
+        return min(255, 2048 // warps) if by_tokens or self.channel_groups else None
 
     @property
     def _sides(self) -> tuple[tuple[int, int], ...]:

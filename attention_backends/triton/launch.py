@@ -60,7 +60,8 @@ class Blocking:
         """What registers hold: half the rows for heads twice as wide, for float32, for scales by groups of channels."""
         if shape.dim <= 128 and not shape.exact:
             return cls(block_rows=32) if shape.channel_groups else cls()
-        return cls(split_warps=8, split_stages=2, block_rows=32, block_tile=16, scan_pages=16)
+        warps, rows = (16, 16) if shape.channel_groups else (8, 32)
+        return cls(split_warps=warps, split_stages=2, block_rows=rows, block_tile=16, scan_pages=16)
 
 
 Launcher = Callable[..., None]
@@ -113,7 +114,7 @@ class TritonKernels:
         self.launch(seal_pages, (len(blocks), layout.num_kv_heads),
             k, v, src_offsets, blocks, blocks if slots is None else slots, headers, payload, token_stride, head_stride,
             headers.stride(0), payload.stride(0), TOKENS=tokens, L=shape,
-            num_warps=sealing_warps(tokens * 2 * shape.half), enable_fp_fusion=False,
+            num_warps=sealing_warps(tokens * 2 * shape.half * (1 + shape.channel_groups)), enable_fp_fusion=False,
         )  # fmt: skip
 
     def append(
@@ -366,7 +367,8 @@ class _Step:
             self.open_pages.stride(0), self.cap, first,
             *self.limits, fresh, base, splits, self.scale, self.softcap, M=max(MIN_ROWS, self.L.rows),
             SPLIT=self.split_pages, FRESH=FRESH_SPLIT, CHOSEN=listed, HAS_FRESH=fresh > 0, **self.flags,
-            num_warps=self.blocking.split_warps, num_stages=self.blocking.split_stages, maxnreg=self.L.registers,
+            num_warps=self.blocking.split_warps, num_stages=self.blocking.split_stages,
+            maxnreg=self.L.registers(self.blocking.split_warps),
         )  # fmt: skip
 
     def _kv_stride(self) -> int:

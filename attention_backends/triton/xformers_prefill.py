@@ -166,7 +166,7 @@ class XformersPrefill:
                 lengths, step._kv_stride(), step.table.stride(0), step.payload.stride(0), step.host_stride,
                 step.open_pages.stride(0), chosen.stride(1), first, *step.limits, tokens, units, keys.stride(0),
                 to_head, to_token, CHOSEN=CHOSEN, HAS_SLOTS=step.payload_slot is not None,
-                HAS_HOST=step.host is not None, L=tile, num_warps=8, maxnreg=shape.registers,
+                HAS_HOST=step.host is not None, L=tile, num_warps=8, maxnreg=shape.registers(8),
             )  # fmt: skip
         blocks = (step.cu_q, step.blocks, step.totals)
         step.launch(gather_queries, (units, heads * group), step.q, q, *blocks, step.q.stride(0), first, L=shape)
