@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -30,8 +31,8 @@ class DeviceTiers:
     """The pages of a rank: slots in `memory` (uint8 `[num_slots, payload_bytes]` a layer, in layer order, on the
     device) above `plan.host_bytes` of host memory.
 
-    plane_bytes: device memory, beside `memory`, that may hold the scoring planes of all pages; if it can't hold them
-    all they are read in host memory. ranks: how many of an engine share the machine. Raises CapacityError, naming
+    planes: `[num_blocks, scoring_bytes]` a layer on the device, for the scoring planes of all pages, or None: they are
+    read in host memory. ranks: how many of an engine share the machine. Raises CapacityError, naming
     settings and numbers, where host memory can't be had, doesn't hold `num_blocks`, or can't be pinned, ValueError for
     a disk.
     """
@@ -42,7 +43,7 @@ class DeviceTiers:
         layout: PageLayout,
         num_blocks: int,
         memory: list[torch.Tensor],
-        plane_bytes: int = 0,
+        planes: Sequence[torch.Tensor | None],
         ranks: int = 1,
     ) -> None:
         if plan.disk_bytes:
@@ -54,23 +55,16 @@ class DeviceTiers:
         self.warnings = list(checked_capacity(plan, spec, ranks).warnings)
         if plan.eviction == "attention":
             self.warnings.append("ktx.eviction='attention': on a GPU slots are given up by age alone ('clock')")
-        planes = plan.scores_codes and spec.num_pages * spec.scoring_bytes <= plane_bytes
-        if plan.scores_codes and not planes:
-            self.warnings.append(
-                "pages are scored by codes in host memory, over the bus: ktx.scoring='header' reads none, or raise "
-                "the device's share until it holds all pages"
-            )
         self.page_bytes, self.counts = spec.page_bytes, torch.zeros(len(memory), 3, dtype=torch.int64, device=device)
         registered: list[torch.Tensor] = []
         self._seen, self._copied = torch.zeros(2, len(memory), 3, dtype=torch.int64)
         self._arrived: torch.cuda.Event | None = None
         self.close = weakref.finalize(self, _unregister, registered)  # host memory goes with the engine
         self.layers = []
-        for slots, counts in zip(memory, self.counts, strict=True):
+        for slots, first, counts in zip(memory, planes, self.counts, strict=True):
             if not len(slots):  # of a small cache that vLLM profiles with
                 slots = torch.empty(1, spec.page_bytes, dtype=torch.uint8, device=device)
             host = pinned(num_blocks, spec.page_bytes, device, registered)
-            first = torch.empty(num_blocks, spec.scoring_bytes, dtype=torch.uint8, device=device) if planes else None
             self.layers.append(DevicePages(layout, slots, host, first, counts))
         if device.type == "cuda":
             self._copied = self._copied.pin_memory()

@@ -193,14 +193,15 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
     def _open_tiers(self, context: dict[str, Any], num_blocks: int) -> None:
         self._close_tiers()
         names = sorted(self.layer_names, key=layer_index)
-        memory = [carve(context[name].kv_cache, self.layout)[0] for name in names]
+        carved = [carve(context[name].kv_cache, self.layout, self.tier_plan.planes) for name in names]
+        memory, planes = [payload for payload, _, _ in carved], [planes for _, _, planes in carved]
         ranks = self.vllm_config.parallel_config.world_size
         plan = self.tier_plan
         tiers: Tiers | DeviceTiers
         if context[names[0]].impl.kernels.name == "triton":
             from .device_tiers import DeviceTiers
 
-            self.device_tiers = tiers = DeviceTiers(plan, self.layout, num_blocks, memory, ranks=ranks)
+            self.device_tiers = tiers = DeviceTiers(plan, self.layout, num_blocks, memory, planes, ranks)
         else:
             self.tiers = tiers = Tiers(plan, self.layout, num_blocks, memory, self.trace, ranks)
         self._close_tiers = weakref.finalize(self, tiers.close)  # threads and file go with the engine

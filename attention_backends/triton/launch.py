@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -247,7 +246,7 @@ class _Step:
         self.limits = (settings.window, sinks, least)
         # Bounds of what any unit may have: pages read in any case, pages chosen.
         self.always = self.pages if self.dense else min(self.pages, sinks + settings.window // size + 2 + least)
-        self.cap = 0 if self.dense else min(max(1, self.pages - sinks), self._most(self.pages))
+        self.cap = 0 if self.dense else min(max(1, self.pages - sinks), settings.most_chosen(self.pages))
         self.pages_stride = -(-self.pages // 16) * 16
         self.host = None if self.residency is None else self.residency.host
         self.host_stride = 0 if self.host is None else self.host.stride(0)
@@ -262,13 +261,6 @@ class _Step:
         self.fresh = 0 if self.k is None else -(-longest // FRESH_SPLIT)
         self.lead = self.fresh + -(-self.always // self.split_pages)
         self.splits = self.lead + -(-self.cap // self.split_pages)
-
-    def _most(self, pages: int) -> int:
-        """Most pages that a selection takes in a context of so many."""
-        settings = self.settings
-        if settings.global_ratio is not None:
-            return math.ceil(settings.global_ratio * pages)
-        return settings.top_k or settings.cap
 
     def run(self) -> None:
         self._plan()
