@@ -187,8 +187,8 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
                 f"ktx.overcommit needs the native kernels, and these are {self.kernels.name}: set ktx.overcommit to 1, "
                 "use the format's own scales, or install a C++ compiler and reinstall vllm-ktx"
             )
-        if overcommit > 1 and self.kernels.name != "triton":
-            _compat.wrap_model_runner()  # before it makes the cache
+        if overcommit > 1:
+            _compat.wrap_model_runner(vllm_config.use_v2_model_runner)  # before it makes the cache
         self.pages: LayerPages | DevicePages | None = None
         self._memory: LayerMemory | None = None
         self._reserved: torch.Tensor | None = None

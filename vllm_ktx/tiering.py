@@ -36,11 +36,15 @@ class TierPlan:
     eviction: str
     prefetch_layers: int
     scores_codes: bool  # pages are scored by their codes, whose first plane is worth keeping near
+    on_gpu: bool = False  # kernels read host memory themselves, and never wait for a disk
     planes: bool = False  # the device keeps that of all pages (on a GPU; elsewhere it is in host memory)
 
     def blocks_held(self, layout: PageLayout, num_layers: int) -> int:
         """Blocks that host memory and disk hold together, their scoring planes in host memory: if it holds those of
-        most blocks on disk, as many as it does, if of fewer, none."""
+        most blocks on disk, as many as it does, if of fewer, none. On a GPU the larger of the two."""
+        if self.on_gpu:
+            on_disk = self.disk_bytes // DiskTier.file_bytes(block_spec(layout, num_layers, 1))
+            return max(on_disk, self.places(layout, num_layers))
         one = page_spec(layout, num_layers, 1)
         on_disk = self.disk_bytes // DiskTier.file_bytes(one)
         plane = num_layers * one.scoring_bytes
@@ -50,6 +54,10 @@ class TierPlan:
         if self.scores_codes and 2 * self.host_bytes >= on_disk * plane:
             return self.host_bytes // plane
         return on_disk + self.host_bytes // one.total_bytes
+
+    def places(self, layout: PageLayout, num_layers: int) -> int:
+        """Blocks that a GPU's host memory holds."""
+        return self.host_bytes // block_spec(layout, num_layers, 1).total_bytes
 
     def plane_bytes(self, spec: PageSpec) -> int:
         """Host memory that the scoring planes of `spec`'s pages take; 0 if they don't fit beside what must be there."""
@@ -63,6 +71,11 @@ def page_spec(layout: PageLayout, num_layers: int, num_blocks: int) -> PageSpec:
     """The pages of a store below the device: payloads, whose keys can be scored without the rest of the page."""
     scoring = layout.scoring_bytes if layout.fmt.quantized else 0
     return PageSpec(num_blocks, num_layers, layout.payload_bytes, scoring)
+
+
+def block_spec(layout: PageLayout, num_layers: int, num_blocks: int) -> PageSpec:
+    """The same for a GPU, where a block's payloads of all layers move as one."""
+    return PageSpec(num_blocks, 1, num_layers * layout.payload_bytes)
 
 
 def plan_tiers(
@@ -87,9 +100,11 @@ def plan_tiers(
     folder = Path(config.disk_dir) if config.disk_dir else None
     sparse = config.sparse_settings(layout.fmt, layout.page_size)
     scores_codes = sparse is not None and sparse.scoring != "header"
-    plan = TierPlan(1.0, host, disk, folder, config.eviction, config.prefetch_layers, scores_codes)
+    plan = TierPlan(1.0, host, disk, folder, config.eviction, config.prefetch_layers, scores_codes, on_gpu)
     if not host + disk or config.overcommit == 1:
         return plan
+    if on_gpu and disk:
+        _check_longest(plan, layout, num_layers, max_model_len, ranks)
     if config.layer_formats().ranges:
         raise ValueError(
             "ktx.format by layer and pages off the device (ktx.host_gib, ktx.disk_gib) don't go together yet: use one "
@@ -99,8 +114,7 @@ def plan_tiers(
     layer_bytes = 0 if device_bytes is None else device_bytes // num_layers
     on_device = sparse if on_gpu and scores_codes else None
     if not isinstance(overcommit, (int, float)):
-        apart = replace(plan, scores_codes=scores_codes and not on_gpu)
-        cached = _auto_blocks(apart, layout, num_layers, device_bytes, blocks)
+        cached = _auto_blocks(plan, layout, num_layers, device_bytes, blocks)
         if cached is None:
             return plan
         planes = on_device is not None and _planes_fit(layout, on_device, cached, layer_bytes, num_layers)
@@ -118,6 +132,18 @@ def plan_tiers(
         slots = layout.num_slots(layer_bytes // page, layer_bytes, planes)
         check_slots(slots, overcommit, device_fix(overcommit, layout, num_layers))
     return replace(plan, overcommit=float(overcommit), planes=planes and overcommit > 1)
+
+
+def _check_longest(plan: TierPlan, layout: PageLayout, num_layers: int, max_model_len: int, ranks: int) -> None:
+    """Raises ValueError if host memory can't hold one request: on a GPU none of its pages may be on disk."""
+    block, places = block_spec(layout, num_layers, 1).total_bytes, plan.places(layout, num_layers)
+    needed = max(-(-max_model_len // layout.page_size) + 2, MIN_SLOTS)  # one to write to, one that is vLLM's
+    if places < needed:
+        raise ValueError(
+            f"ktx.host_gib={plan.host_bytes * ranks / GIB:.4g} holds {places} pages, and on a GPU all pages of a "
+            f"running request are in host memory, {needed} by --max-model-len {max_model_len}: raise ktx.host_gib to "
+            f"{math.ceil(needed * block * ranks / GIB * 100) / 100:g}, or lower --max-model-len"
+        )
 
 
 def _planes_fit(

@@ -36,7 +36,8 @@ def test_every_block_has_a_home_and_is_scored_there_or_in_the_planes():
         assert len(tiers.layers) == LAYERS and not tiers.warnings
         for pages, plane in zip(tiers.layers, given, strict=True):
             assert pages.host.shape == (BLOCKS, LAYOUT.payload_bytes)
-            assert pages.planes is plane and pages.scoring is (pages.host if plane is None else plane)
+            assert pages.planes is plane and pages.home is None, "a block's row is its number"
+            assert pages.scoring[0] is (pages.host if plane is None else plane) and pages.scoring[1] is None
         tiers.close()
 
 
@@ -57,9 +58,21 @@ def test_vllms_memory_is_carved_without_overlap(blocks, with_planes):
         assert planes.shape == (blocks, LAYOUT.scoring_bytes)
 
 
+def test_a_disk_takes_what_host_memory_does_not_hold(tmp_path):
+    below = replace(PLAN, host_bytes=BYTES // 2, disk_bytes=BYTES * 2, disk_dir=tmp_path, on_gpu=True)
+    tiers = make(below)
+    whole = [pages.host for pages in tiers.layers]
+    assert [len(pages.home) for pages in tiers.layers] == [BLOCKS] * LAYERS and len(whole[0]) == BLOCKS // 2
+    assert whole[1].data_ptr() - whole[0].data_ptr() == LAYOUT.payload_bytes, "a block's layers lie side by side"
+    tiers.close()
+    tiers = make(replace(below, host_bytes=BYTES))
+    assert tiers.places is None and tiers.warnings == ["ktx.disk_gib does nothing: ktx.host_gib holds all pages"]
+    tiers.close()
+    with pytest.raises(CapacityError, match=r"holds every page if ktx.host_gib \(6 of 12 blocks\) doesn't: raise"):
+        make(replace(below, disk_bytes=BYTES - 1))
+
+
 def test_what_can_not_be_is_refused_by_name():
-    with pytest.raises(ValueError, match="ktx.disk_gib=1: on a GPU"):
-        make(replace(PLAN, disk_bytes=1 << 30))
     with pytest.raises(CapacityError, match="hold 11 of 12 blocks"):
         make(replace(PLAN, host_bytes=BYTES - 1))
     with pytest.raises(CapacityError, match="lower ktx.host_gib"):

@@ -41,6 +41,7 @@ def compiled(monkeypatch):
         ({"format": {"default": "k4v4", "layers": {"0-1": "none"}}, "kernels": "triton"}, {}),
         ({"key_scale": "per_head", "rotate_keys": True, "scoring": "header"}, {"cache_dtype": "bfloat16"}),
         ({}, {"speculative": "ngram", "async_scheduling": False}),
+        ({"host_gib": 4, "disk_gib": 4, "disk_dir": "/tmp"}, {}),
     ],
 )
 def test_served(ktx, options):
@@ -52,7 +53,6 @@ def test_served(ktx, options):
     [
         ({"kernels": "native"}, {}, "ktx.kernels='native'", "leave it out"),
         ({"kernels": "torch"}, {}, "ktx.kernels='torch'", "leave it out"),
-        ({"disk_gib": 4, "disk_dir": "/tmp"}, {}, "live in host memory only", "raise ktx.host_gib"),
         ({"scale_bits": 8}, {}, "no CUDA kernels for 8-bit scales", "leave ktx.key_scale"),
         ({}, {"v2": False}, "V2 model runner", "unset VLLM_USE_V2_MODEL_RUNNER"),
         ({}, {"speculative": "ngram_gpu"}, "'ngram_gpu' with async scheduling", "--no-async-scheduling"),

@@ -89,6 +89,19 @@ def test_planes_under_a_given_overcommit_leave_room_for_the_longest_request(devi
         assert blocks > longest // 64 and slots >= 195
 
 
+def test_a_gpus_disk_holds_all_blocks_and_host_memory_one_request():
+    disk = {"disk_gib": 40, "disk_dir": "/tmp", "on_gpu": True}
+    found = plan(6, host_gib=10, longest=131072, **disk)
+    block = LAYERS * LAYOUT.payload_bytes
+    assert found.places(LAYOUT, LAYERS) == 10 * GIB // block
+    assert found.blocks_held(LAYOUT, LAYERS) == 40 * GIB // block, "not both together"
+    assert 0.97 * 40 * GIB // block < held(found, 6)[0] <= 40 * GIB // block
+    need = 131072 // 64 + 2
+    with pytest.raises(ValueError, match=rf"host_gib=4 holds {4 * GIB // block} pages.*{need} by .*host_gib to 4.38"):
+        plan(6, host_gib=4, longest=131072, **disk)
+    assert plan(6, host_gib=4.38, longest=131072, **disk).overcommit > 1
+
+
 def test_ranks_share_and_planes_stay_out_where_there_is_no_room():
     whole, half = plan(4, host_gib=16), plan(2, host_gib=16, ranks=2)
     assert half.host_bytes == whole.host_bytes // 2
