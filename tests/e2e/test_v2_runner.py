@@ -25,6 +25,7 @@ def _with_triton():
 
 assert _with_triton()
 from vllm import SamplingParams  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
 
 from tests.e2e.support import builder, engine, metric, prompts  # noqa: E402
 from tests.e2e.test_tiers import corrupt  # noqa: E402
@@ -132,17 +133,32 @@ def test_triton_kernels_under_v2(retrieval_small, monkeypatch, steps):
     assert triton[2]["sparse_rows"] == counted["sparse_rows"] > 0 and steps[0] > 3
 
 
+def schedule_ahead(monkeypatch):
+    """Async scheduling, which vLLM switches off on CPUs: a step is scheduled before the last one's output is there."""
+    platform = type(current_platform)
+    check = platform.check_and_update_config
+
+    def check_and_update_config(cls, config):
+        check(config)
+        config.scheduler_config.async_scheduling = True
+        config.scheduler_config.scheduler_cls = "vllm_ktx.scheduler.AsyncLengthGroupedScheduler"
+
+    monkeypatch.setattr(platform, "check_and_update_config", classmethod(check_and_update_config))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_prefixes_come_back_from_disk_and_what_is_damaged_is_computed_again(
     retrieval_small, monkeypatch, tmp_path, asynchronous
 ):
-    """Four prompts of 6 pages over 16 places in host memory, each asked twice; the native kernels of V1 say what is
-    right."""
+    """Four prompts of 6 pages over 16 places in host memory, three of them at once, of which two fit; the native
+    kernels of V1 say what is right."""
+    if asynchronous:
+        schedule_ahead(monkeypatch)
     page = PageLayout(parse_format("k4v4"), 32, 1, 64).payload_bytes
     ids = [[i * i % m + 5 for i in range(165)] for m in (97, 89, 83, 79)]
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    options = {"max_num_seqs": 2, "max_model_len": 192, "num_gpu_blocks_override": 64, "block_size": 32}
+    options = {"max_num_seqs": 3, "max_model_len": 192, "num_gpu_blocks_override": 64, "block_size": 32}
     below = {"overcommit": 4, "host_gib": 16.5 * 2 * page / 2**30, "disk_gib": 0.01, "disk_dir": str(tmp_path)}
     ktx, said = {"format": "k4v4", "attention": "dense"}, []
 
@@ -152,13 +168,15 @@ def test_prefixes_come_back_from_disk_and_what_is_damaged_is_computed_again(
 
     for runner, more in (("0", {}), ("1", {"kernels": "triton"} | below)):
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
-        with engine(retrieval_small, ktx | more, async_scheduling=asynchronous and bool(more), **options) as llm:
-            said.append([*ask(llm, 0), *ask(llm, 1, 2), *ask(llm, 3), *ask(llm, 0)])
+        with engine(retrieval_small, ktx | more, **options) as llm:
+            assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == asynchronous
+            start = snapshot()
+            said.append([*ask(llm, 0), *ask(llm, 1, 2, 3), *ask(llm, 0)])
             if more:
-                assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == asynchronous
                 places = builder(llm).device_tiers.places
                 assert (places.table >= 0).sum() <= 16 == len(places.pool.slot_flags(0)[0])
                 before = snapshot()
+                assert before["tier_faults"] == start["tier_faults"], "who doesn't fit waits"
                 assert before["tier_written_bytes"] > 0 and before["tier_evictions"] > 0, "cached prefixes went to disk"
                 places.pool.flush()
                 corrupt(places.pool._moves.store)
