@@ -123,7 +123,7 @@ class Accounts:
 
     def _fetch(self) -> None:
         self._host.copy_(torch.cat((self._layers.flatten(), self._audit)), non_blocking=True)
-        self._coming, self._steps = torch.cuda.Event() if self._host.is_pinned() else _Passed(), 0
+        self._coming, self._steps = torch.cuda.Event() if self._host.is_pinned() else Passed(), 0
         self._coming.record()
 
     def _tell(self) -> None:
@@ -134,8 +134,8 @@ class Accounts:
         STATS.add_audit(*new[-len(AUDITED) :].tolist())
 
 
-class _Passed:
-    """The event of a copy within host memory."""
+class Passed:
+    """The event of work on the CPU."""
 
     def record(self) -> None: ...
 

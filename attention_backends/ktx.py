@@ -54,6 +54,7 @@ class _Seen:
     cache_dtype: str
     model_dtype: torch.dtype
     overcommit: float
+    planes: bool
 
 
 _seen: _Seen | None = None
@@ -133,7 +134,9 @@ class KTXBackend(AttentionBackend):
                 f"{spec.head_size}."
             )
         layout = page_layout(spec, _seen.config, _seen.cache_dtype, _seen.model_dtype, layer_name)
-        page_bytes = layout.page_bytes if _seen.overcommit == 1 else layout.tiered_page_bytes(_seen.overcommit)
+        page_bytes = layout.page_bytes
+        if _seen.overcommit > 1:
+            page_bytes = layout.tiered_page_bytes(_seen.overcommit, _seen.planes)
         return dataclasses.replace(
             spec,
             num_head_slots=1,
@@ -174,8 +177,9 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
         self.model_dtype = vllm_config.model_config.dtype
         fmt, page_size = config.kv_format(vllm_config.cache_config.cache_dtype), vllm_config.cache_config.block_size
         self.layout = layout = PageLayout(fmt, page_size, self.num_kv_heads, head_size, self.model_dtype.itemsize)
-        overcommit = engine_plan(vllm_config, config, layout).overcommit
-        _seen = _Seen(config, vllm_config.cache_config.cache_dtype, self.model_dtype, overcommit)
+        plan = engine_plan(vllm_config, config, layout)
+        overcommit = plan.overcommit
+        _seen = _Seen(config, vllm_config.cache_config.cache_dtype, self.model_dtype, overcommit, plan.planes)
         heads = Heads(self.model_dtype, head_size, num_heads // self.num_kv_heads, self.softcap)
         self.kernels: Kernels = prefill_kernels(config.prefill_kernel, kernels_for(config.kernels, fmt), heads)
         if overcommit > 1 and not self.kernels.pages:
@@ -183,8 +187,8 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
                 f"ktx.overcommit needs the native kernels, and these are {self.kernels.name}: set ktx.overcommit to 1, "
                 "use the format's own scales, or install a C++ compiler and reinstall vllm-ktx"
             )
-        if overcommit > 1 and self.kernels.name != "triton":
-            _compat.wrap_model_runner()  # before it makes the cache
+        if overcommit > 1:
+            _compat.wrap_model_runner(vllm_config.use_v2_model_runner)  # before it makes the cache
         self.pages: LayerPages | DevicePages | None = None
         self._memory: LayerMemory | None = None
         self._reserved: torch.Tensor | None = None

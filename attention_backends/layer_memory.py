@@ -21,17 +21,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.ktx")
 
 
-def carve(kv_cache: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """`payload` uint8 `[num_slots, payload_bytes]` and `headers` `[num_blocks, header_bytes]`, views of vLLM's tensor
-    of one layer, `[num_blocks, ...]`."""
+def carve(
+    kv_cache: torch.Tensor, layout: PageLayout, with_planes: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`payload` uint8 `[num_slots, payload_bytes]`, `headers` `[num_blocks, header_bytes]` and, if asked for, `planes`
+    `[num_blocks, scoring_bytes]`, views of vLLM's tensor of one layer, `[num_blocks, ...]`."""
     if not kv_cache.is_contiguous():
         raise RuntimeError("KTX needs each layer's KV cache as one run: unset VLLM_KV_CACHE_LAYOUT")
     blocks = kv_cache.shape[0]
     flat = kv_cache.view(-1).view(torch.uint8)
-    slots = layout.num_slots(blocks, len(flat))
-    split = slots * layout.payload_bytes
-    headers = flat[split : split + blocks * layout.header_bytes].view(blocks, layout.header_bytes)
-    return flat[:split].view(slots, layout.payload_bytes), headers
+    slots = layout.num_slots(blocks, len(flat), with_planes)
+    plane_bytes = with_planes * layout.scoring_bytes
+
+    def part(start: int, rows: int, row_bytes: int) -> torch.Tensor:
+        return flat[start : start + rows * row_bytes].view(rows, row_bytes)
+
+    first = slots * layout.payload_bytes
+    headers = part(first + blocks * plane_bytes, blocks, layout.header_bytes)
+    planes = part(first, blocks, plane_bytes) if with_planes else None
+    return part(0, slots, layout.payload_bytes), headers, planes
 
 
 def make_open_pages(layout: PageLayout, capacity: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -64,7 +72,7 @@ class LayerMemory:
         reserved: torch.Tensor | None = None,
     ) -> LayerMemory:
         """`reserved`: open pages made before, used if there are enough of them."""
-        payload, headers = carve(kv_cache, layout)
+        payload, headers, _ = carve(kv_cache, layout, getattr(pages, "planes", None) is not None)
         if reserved is None or len(reserved) < capacity:
             reserved = make_open_pages(layout, capacity, dtype, kv_cache.device)
         return cls((kv_cache.data_ptr(), kv_cache.shape[0]), payload, headers, reserved, pages)

@@ -204,14 +204,15 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
     def _open_tiers(self, context: dict[str, Any], num_blocks: int) -> None:
         self._close_tiers()
         names = sorted(self.layer_names, key=layer_index)
-        memory = [carve(context[name].kv_cache, self.layout)[0] for name in names]
+        carved = [carve(context[name].kv_cache, self.layout, self.tier_plan.planes) for name in names]
+        memory, planes = [payload for payload, _, _ in carved], [planes for _, _, planes in carved]
         ranks = self.vllm_config.parallel_config.world_size
         plan = self.tier_plan
         tiers: Tiers | DeviceTiers
         if context[names[0]].impl.kernels.name == "triton":
             from .device_tiers import DeviceTiers
 
-            self.device_tiers = tiers = DeviceTiers(plan, self.layout, num_blocks, memory, ranks=ranks)
+            self.device_tiers = tiers = DeviceTiers(plan, self.layout, num_blocks, memory, planes, ranks)
         else:
             self.tiers = tiers = Tiers(plan, self.layout, num_blocks, memory, self.trace, ranks)
         self._close_tiers = weakref.finalize(self, tiers.close)  # threads and file go with the engine
@@ -222,7 +223,8 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
 
     def take_faults(self) -> set[int]:
         """Blocks whose content was lost since the last call; vLLM's scheduler must have them computed again."""
-        return set() if self.tiers is None else self.tiers.take_faults()
+        tiers = self.tiers or self.device_tiers
+        return set() if tiers is None else tiers.take_faults()
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -246,15 +248,22 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
             STATS.record_tiers(self.tiers.begin_step(table[:, 0].tobytes(), begun[begun >= 0]))
         if self.device_tiers is not None:
             STATS.record_tiers(self.device_tiers.take_stats())
+            lost = self.device_tiers.begin_step(plan, context, table, pages.sealed_fill, pages.block_of)
+            if lost is not None:
+                context = np.where(lost, 0, context)  # vLLM computes these rows again
         if self.counts_steps and not (host_table is not None and host_table.dummy):
             STATS.record_step(cu_q, context, pages.take_stats())
         sparse, audit, context_pages = self._sparse_step(cu_q, context)
         arrays = {"cu_q": (cu_q,), "context": (context,), "context_pages": (context_pages,), **_plan_columns(plan)}
+        if self.device_tiers is not None and (places := self.device_tiers.changes()) is not None:
+            arrays["places"] = places
         if host_table is None:
             parts: dict[str, Any] = {name: tuple(map(torch.from_numpy, columns)) for name, columns in arrays.items()}
             parts |= {"block_table": device_table, "open_slot": torch.from_numpy(pages.slot_of)}
         else:
             parts = self._send_step(common, pages, arrays, context, sparse is not None)
+        if (moved := parts.pop("places", None)) is not None and self.device_tiers is not None:
+            self.device_tiers.apply(*moved)
         parts |= {name: parts[name][0] for name in ("cu_q", "context", "context_pages")}
         parts |= {name: parts[name] or None for name in _COLUMNS}
         meta = KTXMetadata(

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from vllm_ktx.attention_backends import reference
-from vllm_ktx.attention_backends.device_tiers import _unregister, pinned
+from vllm_ktx.attention_backends.device_tiers import pinned, unpin
 from vllm_ktx.attention_backends.selection import SparseSettings
 from vllm_ktx.attention_backends.sparse_pages import sparse_attention_reference
 from vllm_ktx.attention_backends.triton import aot
@@ -151,7 +151,7 @@ def paged(problem: Problem, num_slots: int, planes: bool = True) -> tuple[dict[s
     slots = torch.empty(num_slots, layout.payload_bytes, dtype=torch.uint8, device=DEVICE)
     first = host[:, : layout.scoring_bytes].to(DEVICE) if planes else None
     pages = DevicePages(layout, slots, host, first)
-    weakref.finalize(pages, _unregister, registered)
+    weakref.finalize(pages, unpin, registered)
     inputs = to_device(dataclasses.replace(problem, pages={**problem.pages, "payload": payload[:1]}))
     return {**inputs, "residency": pages}, pages
 

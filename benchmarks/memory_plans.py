@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory_plans > docs/memory-plans.md
 
-Nothing here is measured, and KTX refuses CUDA for now; the table says what to expect and which line to serve with.
+Nothing here is measured on a card; the table says what to expect and which line to serve with.
 Bytes of pages, headers and open pages come from `PageLayout` and `OpenPages`, those of the kernels' workspace from the
 Triton launcher, run on tensors without memory; weights are counted from the models' published shapes. Needs triton.
 """
@@ -24,6 +24,7 @@ PAGE = 64
 CHUNK = 2048  # --max-num-batched-tokens
 RUNTIME = 0.7e9  # CUDA context, cuBLAS workspace, captured graphs: an allowance, not a sum
 CARD = 24e9
+USABLE = 0.95 * CARD
 # Pages of context for each one that stays on the device: 256 and 1,024 stay, and a query reads 67 to 195 a kv head.
 OVERCOMMIT = {131072: 8, 1 << 20: 16}
 
@@ -131,15 +132,45 @@ class Plan:
         """Headers and a hot pool on the device, the other pages in host memory."""
         return self.fixed + self.headers + self.hot + self.open_pages
 
+    @property
+    def planes(self) -> int:
+        """Scoring planes of all pages."""
+        return self.pages * self.layout.scoring_bytes * self.model.layers
+
+    @property
+    def scored(self) -> float:
+        """The same with the scoring planes on the device."""
+        return self.tiered + self.planes
+
+    @property
+    def bus(self) -> float:
+        """Bytes that one row's step scores, in all layers, where headers explain the keys well: over the bus, if the
+        planes aren't on the device."""
+        settings = SparseSettings()
+        first, last = settings.candidates(self.context, self.context, PAGE)
+        return settings.share * (last - first) * self.layout.scoring_bytes * self.model.layers
+
+    @property
+    def host_gib(self) -> int:
+        """Host memory of the command: all pages, and one to spare."""
+        return int(1.01 * self.payloads / 2**30) + 1
+
+    @property
+    def cache_bytes(self) -> int:
+        """Device memory of the command: as many blocks as `host_gib` holds, and the hot pool."""
+        blocks = self.host_gib * 2**30 // (self.model.layers * self.layout.payload_bytes)
+        kept = blocks * self.layout.kept_bytes(self.scored <= USABLE)
+        return self.model.layers * (kept + self.pages // OVERCOMMIT[self.context] * self.layout.payload_bytes)
+
     def serve(self, checkpoint: str, tiered: bool) -> str:
         """The command that the plan stands for."""
         name = checkpoint if self.bits == 16 else FOUR_BIT.get(checkpoint, f"{checkpoint}-AWQ-OR-GPTQ")
-        ktx = f'"format": "{self.fmt}"'
+        ktx, cache = f'"format": "{self.fmt}"', "--gpu-memory-utilization 0.95"
         if tiered:
-            ktx += f', "overcommit": {OVERCOMMIT[self.context]}, "host_gib": {-(-self.payloads // 2**30)}'
+            ktx, cache = f'{ktx}, "host_gib": {self.host_gib}', f"--kv-cache-memory-bytes {self.cache_bytes}"
         return (
             f"vllm serve {name} --attention-backend ktx --max-model-len {self.context} --max-num-seqs 1 "
-            f"--max-num-batched-tokens {CHUNK} --gpu-memory-utilization 0.95 "
+            f"--max-num-batched-tokens {CHUNK} {cache} "
             f"--additional-config '{{\"ktx\": {{{ktx}}}}}'"
         )
 
@@ -168,7 +199,7 @@ def gb(value: float) -> str:
 
 
 def fits(value: float) -> str:
-    return f"{gb(value)}{'' if value <= CARD * 0.95 else ' (no)'}"
+    return f"{gb(value)}{'' if value <= USABLE else ' (no)'}"
 
 
 INTRODUCTION = """\
@@ -177,8 +208,10 @@ Written by `python -m benchmarks.memory_plans`, by formula; **not measured: KTX 
 10^9 bytes, and a card of 24 GB gives a server about 22.8 (0.95).
 
 - *All pages* keeps the whole cache on the device.
-- *Hot pool* keeps the headers and one page in 8 (128K) or in 16 (1M) there, and all pages in host memory. KTX has no
-  host tier on CUDA yet: these columns are the plan, not a promise.
+- *Hot pool* keeps the headers and one page in 8 (128K) or in 16 (1M) there, and all pages in host memory.
+- *Scoring planes*: what `scoring: cascade` reads of pages to rank them. KTX keeps those of all pages on the device
+  where they fit beside slots for what a query may read; else each step reads the bytes in the last column over the bus
+  (one row, all layers, where headers explain the keys well; PCIe 4.0 x16 moves about 25 GB a second).
 - The totals include the attention kernels' workspace (the most that their launcher allocates at once in a chunk at the
   context's end: {workspaces}) and an allowance of 0.70 GB for CUDA's context,
   libraries and graphs."""
@@ -195,24 +228,25 @@ def document() -> str:
         INTRODUCTION.format(workspaces=workspaces),
         "",
         "| model | weights | context | weights GB | headers | pages | open pages | activations | total, all pages "
-        "| hot pool | total, hot pool | host memory |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| hot pool | total, hot pool | scoring planes | total with them | host memory | or over the bus, a step |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for _, p in plans:
         weights = "bf16" if p.bits == 16 else "4-bit"
         cells = [
             p.model.name, weights, f"{p.context >> 10}K", gb(p.model.weights(p.bits)), gb(p.headers), gb(p.payloads),
-            gb(p.open_pages), gb(p.model.activations()), fits(p.resident), gb(p.hot), fits(p.tiered), gb(p.payloads),
+            gb(p.open_pages), gb(p.model.activations()), fits(p.resident), gb(p.hot), fits(p.tiered), gb(p.planes),
+            fits(p.scored), gb(p.payloads), gb(p.bus),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "(no): does not fit 0.95 of 24 GB.", "", "## Commands", ""]
     for checkpoint, p in plans:
-        if p.tiered > CARD * 0.95:
+        if p.tiered > USABLE:
             continue
-        tiered = p.resident > CARD * 0.95
+        tiered = p.resident > USABLE
         lines += [
             f"{p.model.name}, {'bf16' if p.bits == 16 else '4-bit'} weights, {p.context >> 10}K tokens"
-            f"{', hot pool' if tiered else ''}:",
+            f"{', hot pool' if tiered else ''}{' and scoring planes' if tiered and p.scored <= USABLE else ''}:",
             "",
             "```console",
             f"$ {p.serve(checkpoint, tiered)}",

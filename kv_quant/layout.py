@@ -127,13 +127,17 @@ class PageLayout:
         """Device bytes of a fully resident page, rounded so that vLLM can state them per token."""
         return _round_up(self.header_bytes + self.payload_bytes, self.page_size)
 
-    def tiered_page_bytes(self, overcommit: float) -> int:
-        """Device bytes a page where only one payload in `overcommit` has a slot there; rounded as `page_bytes`."""
-        return _round_up(self.header_bytes + math.ceil(self.payload_bytes / overcommit), self.page_size)
+    def kept_bytes(self, planes: bool) -> int:
+        """Device bytes that every page has there, slot or not: its header and, with `planes`, its scoring planes."""
+        return self.header_bytes + planes * self.scoring_bytes
 
-    def num_slots(self, num_blocks: int, device_bytes: int) -> int:
-        """Payload slots in a layer's `device_bytes`, beside the headers of all blocks."""
-        return min(num_blocks, (device_bytes - num_blocks * self.header_bytes) // self.payload_bytes)
+    def tiered_page_bytes(self, overcommit: float, planes: bool = False) -> int:
+        """Device bytes a page where only one payload in `overcommit` has a slot there; rounded as `page_bytes`."""
+        return _round_up(self.kept_bytes(planes) + math.ceil(self.payload_bytes / overcommit), self.page_size)
+
+    def num_slots(self, num_blocks: int, device_bytes: int, planes: bool = False) -> int:
+        """Payload slots in a layer's `device_bytes`, beside what all blocks keep there."""
+        return min(num_blocks, (device_bytes - num_blocks * self.kept_bytes(planes)) // self.payload_bytes)
 
     @property
     def bytes_per_token(self) -> float:

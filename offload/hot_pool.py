@@ -33,6 +33,7 @@ class HotPool:
 
     policy: what to evict (`eviction.POLICIES`). dirty_share: new pages stay in the pool alone up to this share of its
     slots; more are written to the store ahead of need. queue_pages: most pages a background thread may have waiting.
+    fence: where kernels run on a device behind the compute thread, see `use_until`.
     timeout: seconds that a page or a slot is waited for.
 
     A call may ask for up to `wave` pages (None: a quarter of the slots); attention over more runs in waves. At least
@@ -51,6 +52,7 @@ class HotPool:
         trace: Trace | None = None,
         bounce: bool = False,
         wave: int | None = None,
+        fence: Callable[[], bool] | None = None,
     ) -> None:
         num_slots = len(memory[0])
         if num_slots < MIN_SLOTS or len(memory) != spec.num_layers or any(len(m) != num_slots for m in memory):
@@ -62,7 +64,7 @@ class HotPool:
         self._table = PageTable(spec.num_layers, spec.num_blocks, num_slots, policy, spec.all_parts)
         slots, dirty_limit = [SlotMemory(m, spec, bounce) for m in memory], int(dirty_share * num_slots)
         self._queue_pages = queue_pages
-        self._moves = Transfers(self._table, slots, store, dirty_limit, timeout, trace)
+        self._moves = Transfers(self._table, slots, store, dirty_limit, timeout, trace, fence)
         self._lock = self._moves.lock
 
     def slot_table(self, layer: int) -> torch.Tensor:
@@ -150,24 +152,26 @@ class HotPool:
             for fetch in fetches:
                 self._moves.cancel(fetch)
 
-    def allocate(self, layer: int, blocks: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    def allocate(self, layer: int, blocks: npt.ArrayLike, in_place: bool = False) -> npt.NDArray[np.int32]:
         """Slots `[n]` for new pages of distinct blocks, to be filled by the caller and then committed; held.
 
-        What the pages held before is forgotten, everywhere. Waits for the write-back of other pages if it must; raises
+        What the pages held before is forgotten, everywhere; `in_place`: pages that have a slot keep it, so until they
+        are filled their old content can be read there. Waits for the write-back of other pages if it must; raises
         PoolFull if that doesn't make room, ValueError for more than `wave` blocks.
         """
         wanted = self._blocks(layer, blocks)
         self._check_wave("allocate", len(wanted))
         end, start = time.monotonic() + self._moves.timeout, time.perf_counter()
         with self._lock:
-            self._moves.forget(layer, wanted)
+            fresh = self._moves.refill(layer, wanted, end) if in_place else wanted
+            self._moves.forget(layer, fresh)
             done, waited = 0, False
-            while done < len(wanted):
-                done += len(self._table.take(layer, wanted[done:], FILLING))
-                if done < len(wanted):
+            while done < len(fresh):
+                done += len(self._table.take(layer, fresh[done:], FILLING))
+                if done < len(fresh):
                     waited = True
                     try:
-                        self._moves.await_room(layer, len(wanted) - done, end)
+                        self._moves.await_room(layer, len(fresh) - done, end)
                     except PoolFull:
                         self._table.forget(layer, wanted)
                         raise
@@ -192,6 +196,19 @@ class HotPool:
         """The kernels that read or filled the layer's held pages are done."""
         with self._lock:
             self._table.held[layer] = self._table.state[layer] == FILLING
+
+    def use_until(self, layer: int, blocks: npt.ArrayLike, step: int) -> None:
+        """Kernels of the device's step number `step` (from 1, rising) use the slots of these pages: even if the pages
+        are forgotten or asked to make room, the slots go to no others until `finished` says that the step is done."""
+        slots = self._table.slot_of[layer, self._blocks(layer, blocks)]
+        with self._lock:
+            self._table.busy[layer, slots[slots >= 0]] = step
+
+    def finished(self, step: int) -> None:
+        """The device has done its steps up to `step`. May be called from `fence`."""
+        with self._lock:
+            self._table.done = max(self._table.done, step)
+            self._lock.notify_all()
 
     def weigh(self, layer: int, blocks: npt.ArrayLike, mass: npt.NDArray[np.float32]) -> None:
         """Tells the policy what share of the softmax distinct pages got in this step, `mass` `[n]`."""

@@ -26,7 +26,9 @@ class PageTable:
     """Slots of every layer: `num_slots` a layer, pages of `num_blocks` blocks; `all_parts` is a whole page's mask.
 
     `held`: used by the running step, `dirty`: the store has no copy, `cleaning`: being written to it, `tries`: failed
-    writes. Methods that take `slots` take distinct ones of one layer.
+    writes. `busy`: the last step of a device that may use the slot, which has finished `done` of its steps: until then
+    the slot is nobody else's, whether it still has a page or not. Methods that take `slots` take distinct ones of one
+    layer.
     """
 
     def __init__(self, num_layers: int, num_blocks: int, num_slots: int, policy: str, all_parts: int) -> None:
@@ -40,13 +42,14 @@ class PageTable:
         self.have = np.zeros(slots, np.uint8)
         self.held, self.dirty, self.cleaning = (np.zeros(slots, bool) for _ in range(3))
         self.tries = np.zeros(slots, np.uint8)
+        self.busy, self.done = np.zeros(slots, np.int64), 0
         self.policies = [make_policy(policy, num_slots) for _ in range(num_layers)]
         self.evictions = 0
 
     def take(self, layer: int, blocks: Ints, state: int, hold: bool = True) -> Ints:
         """Slots in `state` for the first of `blocks` (none of which has one): as many as can be had, free slots
         first, then by evicting clean pages."""
-        found = np.flatnonzero(self.state[layer] == FREE)[: len(blocks)]
+        found = np.flatnonzero((self.state[layer] == FREE) & ~self.in_use(layer))[: len(blocks)]
         if len(found) < len(blocks):
             chosen = self.policies[layer].victims(len(blocks) - len(found), self._evictable(layer))
             self.drop(layer, chosen)
@@ -88,6 +91,16 @@ class PageTable:
         empty = self.have[layer, failed] == 0
         self.state[layer, failed[~empty]] = RESIDENT
         self.drop(layer, failed[empty])
+
+    def refill(self, layer: int, slots: Ints) -> None:
+        """The pages in `slots`, none of which may be in transfer, get new content where they are."""
+        self.stored[layer, self.block_of[layer, slots]] = False
+        self.state[layer, slots], self.have[layer, slots], self.dirty[layer, slots] = FILLING, 0, False
+        self.held[layer, slots] = True
+
+    def in_use(self, layer: int) -> npt.NDArray[np.bool_]:
+        """`[num_slots]`: slots that a step of the device may use that isn't done."""
+        return self.busy[layer] > self.done
 
     def filled(self, layer: int, slots: Ints) -> None:
         """New pages are complete in `slots`; the store doesn't have them."""
@@ -148,7 +161,7 @@ class PageTable:
 
     def _evictable(self, layer: int) -> npt.NDArray[np.bool_]:
         busy = self.dirty[layer] | self.held[layer] | self.cleaning[layer]
-        return (self.state[layer] == RESIDENT) & ~busy
+        return (self.state[layer] == RESIDENT) & ~busy & ~self.in_use(layer)
 
     def _writable(self, layer: int | slice) -> npt.NDArray[np.bool_]:
         return self.dirty[layer] & ~self.cleaning[layer] & (self.tries[layer] < MAX_TRIES)

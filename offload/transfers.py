@@ -66,7 +66,8 @@ class PoolStats:
 
 class Transfers:
     """`slots`: one a layer. dirty_limit: more dirty pages in a layer than this are written back unasked. timeout:
-    seconds that a page or a slot is waited for. Methods marked so want `lock` held."""
+    seconds that a page or a slot is waited for. fence: waits for a step of the device that is under way and tells the
+    table; False if there is none (None: kernels run on the compute thread). Methods marked so want `lock` held."""
 
     def __init__(
         self,
@@ -76,7 +77,9 @@ class Transfers:
         dirty_limit: int,
         timeout: float,
         trace: Trace | None,
+        fence: Callable[[], bool] | None = None,
     ) -> None:
+        self.fence = fence
         self.table, self.slots, self.store, self.spec = table, slots, store, store.spec
         self.dirty_limit, self.timeout, self.trace = dirty_limit, timeout, trace
         self.lock = threading.Condition()
@@ -165,6 +168,8 @@ class Transfers:
         """Returns after something changed that may make room for `count` pages. Raises PoolFull if nothing will. Lock
         held."""
         table = self.table
+        if self.fence is not None and table.in_use(layer).any() and self.fence():
+            return
         if table.moving(layer):
             self.urgent[layer] = True
             self.lock.notify_all()
@@ -185,6 +190,20 @@ class Transfers:
         if self._refused:
             for block in blocks.tolist():
                 self._refused.pop((layer, block), None)
+
+    def refill(self, layer: int, blocks: Ints, end: float) -> Ints:
+        """Those of distinct blocks that have a slot get new content there; returns the others. Lock held."""
+        while True:
+            slots = self.table.slot_of[layer, blocks]
+            own = slots[slots >= 0].astype(np.int64)
+            if not (self.table.cleaning[layer, own] | (self.table.state[layer, own] == FETCHING)).any():
+                break
+            if not self.lock.wait(max(0.0, end - time.monotonic())):
+                raise PoolFull(f"hot pool, layer {layer}: a page was not moved in {self.timeout:.0f} s")
+        self.table.refill(layer, own)
+        for block in blocks[slots >= 0].tolist() if self._refused else ():
+            self._refused.pop((layer, block), None)
+        return blocks[slots < 0]
 
     def refusals(self) -> dict[int, PageFault]:
         """The dirty pages that the store refused, numbered. Lock held."""

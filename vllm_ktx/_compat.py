@@ -133,17 +133,21 @@ def _wrap_cpu_backend_choice(platform: Any) -> None:
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
 
 
-def wrap_model_runner() -> None:
+def wrap_model_runner(v2: bool) -> None:
     """Lets the builders of this process's model runners open their tiers once the cache is there, so that what can't
     work fails at start-up, and hand lost blocks to the scheduler, as a KV connector does (`invalid_block_ids`): it
     computes those requests again. Idempotent.
     """
     from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    if getattr(GPUModelRunner, "_ktx_wrapped", False):
+    runner_class: Any
+    if v2:
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner as runner_class
+    else:
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner as runner_class
+    if getattr(runner_class, "_ktx_wrapped", False):
         return
-    initialize, sample = GPUModelRunner.initialize_kv_cache, GPUModelRunner.sample_tokens
+    initialize, sample = runner_class.initialize_kv_cache, runner_class.sample_tokens
 
     def builders(runner: Any, what: str) -> list[Any]:
         groups = [group for groups in runner.attn_groups for group in groups]
@@ -158,14 +162,38 @@ def wrap_model_runner() -> None:
     @functools.wraps(sample)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         lost = {block for builder in builders(self, "take_faults") for block in builder.take_faults()}
-        if lost:
+        if lost and not v2:  # makes its output of this
             self.kv_connector_output = self.kv_connector_output or KVConnectorOutput()
             self.kv_connector_output.invalid_block_ids |= lost
-        return sample(self, *args, **kwargs)
+        output = sample(self, *args, **kwargs)
+        if lost and v2:
+            step = getattr(output, "model_runner_output", output)  # of one that is on its way
+            step.kv_connector_output = step.kv_connector_output or KVConnectorOutput()
+            step.kv_connector_output.invalid_block_ids |= lost
+        return output
 
-    GPUModelRunner.initialize_kv_cache = initialize_kv_cache  # type: ignore[method-assign]
-    GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign]
-    GPUModelRunner._ktx_wrapped = True  # type: ignore[attr-defined]
+    runner_class.initialize_kv_cache = initialize_kv_cache
+    runner_class.sample_tokens = sample_tokens
+    runner_class._ktx_wrapped = True
+
+
+def limit_blocks_in_use(manager: Any, most: int) -> None:
+    """Lets the requests that hold blocks, of `manager` (vLLM's KVCacheManager), hold `most` together, the null block
+    among them: as if the pool had no others. What no request holds, and the prefix cache may still hit, is not counted.
+    """
+    pool, allocate = manager.block_pool, manager.allocate_slots
+    count = pool.get_num_free_blocks
+    beyond = pool.num_gpu_blocks - most
+
+    @functools.wraps(allocate)
+    def allocate_slots(*args: Any, **kwargs: Any) -> Any:
+        pool.get_num_free_blocks = lambda: count() - beyond
+        try:
+            return allocate(*args, **kwargs)
+        finally:
+            pool.get_num_free_blocks = count  # others ask too, to know what is in use
+
+    manager.allocate_slots = allocate_slots
 
 
 class HostTable:

@@ -70,12 +70,14 @@ def _tier_rows(layout: PageLayout, num_layers: int, num_blocks: int | None, tier
         ("below the device", f"{' + '.join(below)}: {held:,} pages, {held * layout.page_size:,} tokens"),
     ]
     if num_blocks:
-        device = num_blocks * layout.tiered_page_bytes(tiers.overcommit)
-        slots = layout.num_slots(num_blocks, device)
-        headers = gib(num_blocks * layout.header_bytes * num_layers)
+        device = num_blocks * layout.tiered_page_bytes(tiers.overcommit, tiers.planes)
+        slots = layout.num_slots(num_blocks, device, tiers.planes)
+        kept = f"headers {gib(num_blocks * layout.header_bytes * num_layers)}"
+        if tiers.planes:
+            kept += f", scoring planes {gib(num_blocks * layout.scoring_bytes * num_layers)}"
         rows += [
             ("pages", f"{num_blocks:,}, {num_blocks * layout.page_size:,} tokens"),
-            ("device", f"{gib(device * num_layers)}: headers {headers}, hot pool of {slots:,} pages a layer"),
+            ("device", f"{gib(device * num_layers)}: {kept}, hot pool of {slots:,} pages a layer"),
         ]
     return rows
 

@@ -103,8 +103,6 @@ def unsupported(vllm_config: Any) -> list[str]:
         reasons.append(
             f"a {model.runner_type} model can't be told of lost pages: leave ktx.host_gib and ktx.disk_gib out"
         )
-    if config.host_gib + config.disk_gib > 0 and current_platform.is_cpu() and vllm_config.use_v2_model_runner:
-        reasons.append("vLLM's V2 model runner can't be told of lost pages: set VLLM_USE_V2_MODEL_RUNNER=0")
     if vllm_config.cache_config.kv_cache_dtype_skip_layers:
         reasons.append("--kv-cache-dtype-skip-layers is not served: give layers formats of their own by ktx.format")
     speculative = vllm_config.speculative_config
@@ -137,11 +135,6 @@ def unsupported_on_device(vllm_config: Any, config: KtxConfig, platform: Any) ->
         reasons.append("TRITON_INTERPRET=1 runs Triton's kernels on the CPU: unset it")
     if config.kernels not in ("auto", "triton"):
         reasons.append(f"ktx.kernels={config.kernels!r} runs on CPUs only: leave it out")
-    if config.disk_gib > 0:
-        reasons.append(
-            f"on CUDA pages off the device live in host memory only: set ktx.disk_gib={config.disk_gib:g} to 0 and "
-            "raise ktx.host_gib"
-        )
     reasons += _formats_without_kernels(config, vllm_config.cache_config.cache_dtype)
     if not vllm_config.use_v2_model_runner:
         reasons.append(

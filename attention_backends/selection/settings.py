@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,15 @@ class SparseSettings:
 
     def sink_pages(self, page_size: int) -> int:
         return -(-self.sinks // page_size)
+
+    def most_chosen(self, pages: int) -> int:
+        """Most pages that a selection takes in a context of so many."""
+        return math.ceil(self.global_ratio * pages) if self.global_ratio is not None else self.top_k or self.cap
+
+    def most_read(self, pages: int, page_size: int) -> int:
+        """Most pages that a query reads, for one kv head, of so many: sinks, window and choice."""
+        chosen = max(self.most_chosen(pages), self.min_pages)
+        return min(pages, self.sink_pages(page_size) + self.window // page_size + 2 + chosen)
 
     @property
     def cap(self) -> int:

@@ -114,9 +114,10 @@ def record(
     tokens: int = 8192,
     rows: int = 4,
     max_pages: int = 2048,
+    with_disk: bool = False,
 ) -> list[Recorded]:
     """The distinct launches of sealing, appending and attending one step of `rows` rows and `tokens` tokens, with all
-    pages on the device and with `DevicePages`."""
+    pages on the device and with `DevicePages`; `with_disk`: whose places in host memory change."""
     found: dict[str, Recorded] = {}
 
     def keep(kernel: Any, grid: tuple[int, ...], *args: Any, **given: Any) -> None:
@@ -131,7 +132,8 @@ def record(
     kernels.append(layout, k, v, some, some, some, step["open_pages"])
     payload = step["payload"]
     planes = _empty(len(payload), layout.scoring_bytes, kind=torch.uint8)
-    pages = DevicePages(layout, payload[: len(payload) // 4], payload, planes)
+    home = _empty(len(payload)) if with_disk else None
+    pages = DevicePages(layout, payload[: len(payload) // 4], payload, None if with_disk else planes, home=home)
     pages.seal(kernels, layout, k, v, _empty(8, kind=torch.int64), some, headers, *strides)
     pages.read(kernels, _empty(8, kind=torch.int64))
     for prefill in (None, XformersPrefill(_shapes_only()))[: 1 if sparse is None else 2]:

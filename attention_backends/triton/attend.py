@@ -66,7 +66,7 @@ def add_sealed(
 
 @triton.jit
 def attend_split(
-    q, k, v, stats, sums, cu_q, context, table, open_slot, payload_slot, payload, host, open_pages, units, totals,
+    q, k, v, stats, sums, cu_q, context, table, open_slot, payload_slot, payload, host, home, open_pages, units, totals,
     chosen, lengths, q_stride, kv_stride, table_stride, payload_stride, host_stride, open_stride, chosen_stride,
     first_unit, window, sink_pages, min_pages, fresh_splits, base_split, num_splits, scale, softcap,
     M: tl.constexpr, SPLIT: tl.constexpr, FRESH: tl.constexpr, CHOSEN: tl.constexpr,
@@ -120,7 +120,7 @@ def attend_split(
         pages = tl.where(i >= first, i + last - first, i)
     blocks = tl.load(table + row.to(tl.int64) * table_stride + pages, mask=listed, other=0)
     opened = tl.load(open_slot + blocks, mask=listed, other=-1)
-    places = place_of(blocks, listed, payload_slot, HAS_SLOTS, HAS_HOST)
+    places = place_of(blocks, listed, payload_slot, home, HAS_SLOTS, HAS_HOST)
     end = tl.minimum(begin + SPLIT, count)
     for j in tl.range(tl.where(begin < 0, end, begin), end, disable_licm=True):
         mine = i == j
@@ -201,7 +201,7 @@ def merge_splits(
 
 @triton.jit
 def attend_blocks(
-    q, k, v, out, lse, cu_q, context, table, open_slot, payload_slot, payload, host, open_pages, units, totals,
+    q, k, v, out, lse, cu_q, context, table, open_slot, payload_slot, payload, host, home, open_pages, units, totals,
     chosen, lengths, q_stride, kv_stride, out_stride, lse_stride, table_stride, payload_stride, host_stride,
     open_stride, chosen_stride, first_unit, window, sink_pages, min_pages, scale, softcap,
     M: tl.constexpr, CHOSEN: tl.constexpr, HAS_FRESH: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_HOST: tl.constexpr,
@@ -244,7 +244,7 @@ def attend_blocks(
             p = listed_page(i, first, last, picked, count)
             block = tl.load(places + p)
             if tl.load(open_slot + block) < 0:
-                place = place_of(block, block >= 0, payload_slot, HAS_SLOTS, HAS_HOST)
+                place = place_of(block, block >= 0, payload_slot, home, HAS_SLOTS, HAS_HOST)
                 page = page_at(place, payload, payload_stride, host, host_stride, HAS_HOST)
                 for t0 in tl.range(0, PAGE, TILE, disable_licm=True):
                     keep, peak, total, sums = add_sealed(
@@ -262,7 +262,7 @@ def attend_blocks(
         slot = tl.load(open_slot + block)
         at = open_pages + slot.to(tl.int64) * open_stride
         if L.k_bits == 16:
-            place = place_of(block, block >= 0, payload_slot, HAS_SLOTS, HAS_HOST)
+            place = place_of(block, block >= 0, payload_slot, home, HAS_SLOTS, HAS_HOST)
             page = page_at(place, payload, payload_stride, host, host_stride, HAS_HOST)
             at = tl.where(slot < 0, page.to(tl.pointer_type(q.dtype.element_ty)), at)
         if L.k_bits == 16 or slot >= 0:

@@ -31,7 +31,9 @@ class DevicePages:
     slots: uint8 `[num_slots, >= payload_bytes]` on the device. host: uint8 `[num_blocks, payload_bytes]` that the
     device can address, the home of all sealed pages. planes: uint8 `[num_blocks, scoring_bytes]` on the device, the
     first bytes of all pages, or None: they are read from `host`. counts: int64 `[3]` on the device, zero, to which each
-    round adds its distinct pages that had a slot, were fetched, are read in host memory; None: an own one.
+    round adds its distinct pages that had a slot, were fetched, are read in host memory; None: an own one. home: int32
+    `[num_blocks]` on the device, for a `host` of other rows: the one that is a block's home for now; -1: none, and no
+    step reads the block.
 
     `slot_table` int32 `[num_blocks]`: the slot of a block, or -1. The number of slots changes speed alone, never a
     result. Raises ValueError for tensors that don't fit.
@@ -44,6 +46,7 @@ class DevicePages:
         host: torch.Tensor,
         planes: torch.Tensor | None = None,
         counts: torch.Tensor | None = None,
+        home: torch.Tensor | None = None,
     ) -> None:
         for name, rows, size in (("slots", slots, layout.payload_bytes), ("host", host, layout.payload_bytes),
                                  ("planes", planes, layout.scoring_bytes)):  # fmt: skip
@@ -52,9 +55,9 @@ class DevicePages:
             if not len(rows) or rows.shape[1] < size or rows.stride(1) != 1 or rows.stride(0) % WORD:
                 raise ValueError(f"{name}: found {tuple(rows.shape)}, strides {rows.stride()}; needed at least one row "
                                  f"of {size} bytes, rows a multiple of {WORD} bytes apart")  # fmt: skip
-        self.slots, self.host, self.planes = slots, host, planes
+        self.slots, self.host, self.planes, self.home = slots, host, planes, home
         self.words, self.plane_words = layout.payload_bytes // WORD, layout.scoring_bytes // WORD
-        num_slots, num_blocks = len(slots), len(host)
+        num_slots, num_blocks = len(slots), len(host if home is None else home)
 
         def table(size: int, value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.full((size,), value, dtype=dtype, device=slots.device)
@@ -70,9 +73,9 @@ class DevicePages:
         return 4 * (2 * num_blocks + 5 * num_slots + 8) + 24
 
     @property
-    def scoring(self) -> torch.Tensor:
-        """Rows by block that begin with what scoring by codes reads."""
-        return self.host if self.planes is None else self.planes
+    def scoring(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows that begin with what scoring by codes reads, and each block's row (None: its number)."""
+        return (self.host, self.home) if self.planes is None else (self.planes, None)
 
     def forget(self) -> None:
         """Empties all slots."""
@@ -102,16 +105,17 @@ class DevicePages:
         kernels.seal(layout, k, v, src_offsets, blocks, headers, staged, rows, *strides)
         has_planes = self.planes is not None
         kernels.launch(publish_pages, (len(blocks), -(-self.words // COPY_WORDS)),
-            staged, blocks, self.slot_table, self.host, self.slots, self.planes, self.words, self.plane_words,
-            staged.stride(0), self.host.stride(0), self.slots.stride(0), self.scoring.stride(0), HAS_PLANES=has_planes,
-            N=COPY_WORDS, num_warps=8,
+            staged, blocks, self.slot_table, self.host, self.home, self.slots, self.planes, self.words,
+            self.plane_words, staged.stride(0), self.host.stride(0), self.slots.stride(0), self.scoring[0].stride(0),
+            HAS_PLANES=has_planes, N=COPY_WORDS, num_warps=8,
         )  # fmt: skip
 
     def read(self, kernels: TritonKernels, blocks: torch.Tensor) -> torch.Tensor:
         """The payloads of sealed pages, uint8 `[n, payload_bytes]` on the device; `blocks` int64 `[n]` there."""
         pages = torch.empty(len(blocks), WORD * self.words, dtype=torch.uint8, device=self.slots.device)
         kernels.launch(read_pages, (len(blocks), -(-self.words // COPY_WORDS)),
-            blocks, self.host, pages, self.words, self.host.stride(0), pages.stride(0), N=COPY_WORDS, num_warps=8,
+            blocks, self.host, self.home, pages, self.words, self.host.stride(0), pages.stride(0), N=COPY_WORDS,
+            num_warps=8,
         )  # fmt: skip
         return pages
 
@@ -148,6 +152,6 @@ class DevicePages:
     def fetch(self, launch: Callable[..., None]) -> None:
         """The pages that the last round found slots for."""
         launch(fetch_pages, (FETCHERS,),
-            self.block_of, self.fetched, self.clock, self.host, self.slots, self.words, self.host.stride(0),
-            self.slots.stride(0), PARTS=-(-self.words // COPY_WORDS), N=COPY_WORDS, num_warps=8,
+            self.block_of, self.fetched, self.clock, self.host, self.home, self.slots, self.words,
+            self.host.stride(0), self.slots.stride(0), PARTS=-(-self.words // COPY_WORDS), N=COPY_WORDS, num_warps=8,
         )  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -249,9 +248,10 @@ class _Step:
         self.limits = (settings.window, sinks, least)
         # Bounds of what any unit may have: pages read in any case, pages chosen.
         self.always = self.pages if self.dense else min(self.pages, sinks + settings.window // size + 2 + least)
-        self.cap = 0 if self.dense else min(max(1, self.pages - sinks), self._most(self.pages))
+        self.cap = 0 if self.dense else min(max(1, self.pages - sinks), settings.most_chosen(self.pages))
         self.pages_stride = -(-self.pages // 16) * 16
         self.host = None if self.residency is None else self.residency.host
+        self.home = None if self.residency is None else self.residency.home
         self.host_stride = 0 if self.host is None else self.host.stride(0)
         self.flags = {
             "HAS_SLOTS": self.payload_slot is not None, "HAS_HOST": self.host is not None, "CAP": self.softcap > 0,
@@ -264,13 +264,6 @@ class _Step:
         self.fresh = 0 if self.k is None else -(-longest // FRESH_SPLIT)
         self.lead = self.fresh + -(-self.always // self.split_pages)
         self.splits = self.lead + -(-self.cap // self.split_pages)
-
-    def _most(self, pages: int) -> int:
-        """Most pages that a selection takes in a context of so many."""
-        settings = self.settings
-        if settings.global_ratio is not None:
-            return math.ceil(settings.global_ratio * pages)
-        return settings.top_k or settings.cap
 
     def run(self) -> None:
         self._plan()
@@ -362,8 +355,8 @@ class _Step:
         chosen, lengths = choice
         self.launch(attend_split, (units, self.L.heads, count),
             self.q, self.k, self.v, stats, sums, self.cu_q, self.context, self.table, self.open_slot, self.payload_slot,
-            self.payload, self.host, self.open_pages, self.units, self.totals, chosen, lengths, self.q.stride(0),
-            self._kv_stride(), self.table.stride(0), self.payload.stride(0), self.host_stride,
+            self.payload, self.host, self.home, self.open_pages, self.units, self.totals, chosen, lengths,
+            self.q.stride(0), self._kv_stride(), self.table.stride(0), self.payload.stride(0), self.host_stride,
             self.open_pages.stride(0), self.cap, first,
             *self.limits, fresh, base, splits, self.scale, self.softcap, M=max(MIN_ROWS, self.L.rows),
             SPLIT=self.split_pages, FRESH=FRESH_SPLIT, CHOSEN=listed, HAS_FRESH=fresh > 0, **self.flags,
@@ -426,7 +419,7 @@ class _Step:
             )  # fmt: skip
             page, slot = self.payload, self.payload_slot
             if self.residency is not None:
-                page, slot = self.residency.scoring, None
+                page, slot = self.residency.scoring
             self.launch(probe_pages, (units, shape.heads * parts, -(-self.pages // PROBE_PAGES)),
                 self.q, page, codes, lists, lengths, self.cu_q, self.table, slot, unit_list, self.totals,
                 self.q.stride(0), self.table.stride(0), page.stride(0), stride, first, self.scale, self.softcap,
@@ -460,8 +453,9 @@ class _Step:
         parts = -(-min(self.max_query, BLOCK_QUERIES) * shape.group // rows)
         self.launch(attend_blocks, (units, shape.heads, parts),
             self.q, self.k, self.v, self.out, self.lse, self.cu_q, self.context, self.table, self.open_slot,
-            self.payload_slot, self.payload, self.host, self.open_pages, self.blocks, self.totals, chosen, lengths,
-            self.q.stride(0), self._kv_stride(), self.out.stride(0), 0 if self.lse is None else self.lse.stride(0),
+            self.payload_slot, self.payload, self.host, self.home, self.open_pages, self.blocks, self.totals, chosen,
+            lengths, self.q.stride(0), self._kv_stride(), self.out.stride(0),
+            0 if self.lse is None else self.lse.stride(0),
             self.table.stride(0), self.payload.stride(0), self.host_stride, self.open_pages.stride(0), self.cap, first,
             *self.limits,
             self.scale, self.softcap, M=rows, CHOSEN=not self.dense, HAS_FRESH=self.k is not None,

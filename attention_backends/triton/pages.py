@@ -76,13 +76,21 @@ def to_natural(x, ROWS: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
-def place_of(block, listed, payload_slot, HAS_SLOTS: tl.constexpr, HAS_HOST: tl.constexpr):
-    """Where the pages of blocks lie: their slot, or, for one that host memory alone holds, `-1 - block`."""
+def home_of(block, valid, home):
+    """The rows of blocks in host memory. A block without one is nobody's to read: its row is any."""
+    if home is not None:
+        block = tl.maximum(tl.load(home + block, mask=valid, other=0), 0)
+    return block
+
+
+@triton.jit
+def place_of(block, listed, payload_slot, home, HAS_SLOTS: tl.constexpr, HAS_HOST: tl.constexpr):
+    """Where the pages of blocks lie: their slot, or, for one that host memory alone holds, -1 - its row there."""
     place = block
     if HAS_SLOTS:
         place = tl.load(payload_slot + block, mask=listed, other=0)
         if HAS_HOST:
-            place = tl.where(place < 0, -1 - block, place)
+            place = tl.where(place < 0, -1 - home_of(block, listed & (place < 0), home), place)
     return place
 
 

@@ -1,6 +1,7 @@
 """Kernels that decide, on the device, which pages have a slot there: look up, make room, fetch, publish.
 
-The home of every sealed page is host memory that the device can address (pinned, UVA); slots on the device are a cache
+The home of every sealed page is host memory that the device can address (pinned, UVA), at the block's row or, where
+`home` int32 `[num_blocks]` is given, at the row that it names; slots on the device are a cache
 of it. As in vLLM's HiSparse the page table, the misses and the replacement stay on the device, so a step may lie in a
 CUDA graph; otherwise than there slots belong to all rows, a block has one copy whoever reads it, pages are written
 through (no slot is ever dirty, so eviction is free), and a page without a slot is read where it lies.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .pages import home_of
 from .units import candidates
 
 DECODE = tl.constexpr(16)  # a row of more fresh tokens is a prompt
@@ -121,44 +123,52 @@ def find_slots(
 
 @triton.jit
 def fetch_pages(
-    block_of, fetched, clock, host, slots, words, host_stride, slot_stride, PARTS: tl.constexpr, N: tl.constexpr
+    block_of, fetched, clock, host, home, slots, words, host_stride, slot_stride, PARTS: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
     """Host memory -> the slots that the last round filled, N words of 8 bytes at a time: grid (any,)."""
     for item in tl.range(tl.program_id(0), tl.load(clock + FOUND) * PARTS, tl.num_programs(0)):
         slot = tl.load(fetched + item // PARTS)
         block = tl.load(block_of + slot)
+        row = home_of(block, block >= 0, home)
         word = (item % PARTS) * N + tl.arange(0, N)
-        source = (host + block.to(tl.int64) * host_stride).to(tl.pointer_type(tl.int64))
+        source = (host + row.to(tl.int64) * host_stride).to(tl.pointer_type(tl.int64))
         to = (slots + slot.to(tl.int64) * slot_stride).to(tl.pointer_type(tl.int64))
         tl.store(to + word, tl.load(source + word, mask=word < words), mask=word < words)
 
 
 @triton.jit
-def read_pages(blocks, host, to, words, host_stride, to_stride, N: tl.constexpr):
+def read_pages(blocks, host, home, to, words, host_stride, to_stride, N: tl.constexpr):
     """The pages of `blocks`, from host memory to rows on the device: grid (n, words / N)."""
     i, part = tl.program_id(0), tl.program_id(1)
     word = part * N + tl.arange(0, N)
-    source = (host + tl.load(blocks + i).to(tl.int64) * host_stride).to(tl.pointer_type(tl.int64))
+    block = tl.load(blocks + i)
+    source = (host + home_of(block, block >= 0, home).to(tl.int64) * host_stride).to(tl.pointer_type(tl.int64))
     row = (to + i.to(tl.int64) * to_stride).to(tl.pointer_type(tl.int64))
     tl.store(row + word, tl.load(source + word, mask=word < words), mask=word < words)
 
 
 @triton.jit
 def publish_pages(
-    staged, blocks, slot_of, host, slots, planes, words, plane_words, staged_stride, host_stride, slot_stride,
+    staged, blocks, slot_of, host, home, slots, planes, words, plane_words, staged_stride, host_stride, slot_stride,
     plane_stride, HAS_PLANES: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """New pages, `staged[i]` of block `blocks[i]` (negative: skipped), to their home in host memory, to their slot if
-    they have one, and their first `plane_words` to the scoring planes: grid (n, words / N)."""
+    """New pages, `staged[i]` of block `blocks[i]` (negative, or without a row in host memory: skipped), to their home
+    in host memory, to their slot if they have one, and their first `plane_words` to the scoring planes: grid (n, words
+    / N)."""
     i, part = tl.program_id(0), tl.program_id(1)
     block = tl.load(blocks + i)
     if block < 0:
         return
+    row = block
+    if home is not None:
+        row = tl.load(home + block)
+    if row < 0:
+        return
     word = part * N + tl.arange(0, N)
     page = (staged + i.to(tl.int64) * staged_stride).to(tl.pointer_type(tl.int64))
     data = tl.load(page + word, mask=word < words)
-    home = (host + block.to(tl.int64) * host_stride).to(tl.pointer_type(tl.int64))
-    tl.store(home + word, data, mask=word < words)
+    at_home = (host + row.to(tl.int64) * host_stride).to(tl.pointer_type(tl.int64))
+    tl.store(at_home + word, data, mask=word < words)
     slot = tl.load(slot_of + block)
     if slot >= 0:
         to = (slots + slot.to(tl.int64) * slot_stride).to(tl.pointer_type(tl.int64))

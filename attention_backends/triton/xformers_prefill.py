@@ -162,8 +162,8 @@ class XformersPrefill:
             to_token = keys.stride(1) if not CHOSEN else keys.stride(2)
             step.launch(gather_tokens, (units, heads, tokens // size + 2),
                 step.k, step.v, keys, values, counts, step.cu_q, step.context, step.table, step.open_slot,
-                step.payload_slot, step.payload, step.host, step.open_pages, step.blocks, step.totals, chosen,
-                lengths, step._kv_stride(), step.table.stride(0), step.payload.stride(0), step.host_stride,
+                step.payload_slot, step.payload, step.host, step.home, step.open_pages, step.blocks, step.totals,
+                chosen, lengths, step._kv_stride(), step.table.stride(0), step.payload.stride(0), step.host_stride,
                 step.open_pages.stride(0), chosen.stride(1), first, *step.limits, tokens, units, keys.stride(0),
                 to_head, to_token, CHOSEN=CHOSEN, HAS_SLOTS=step.payload_slot is not None,
                 HAS_HOST=step.host is not None, L=tile, num_warps=8, maxnreg=shape.registers(8),
@@ -218,9 +218,9 @@ def move_sealed(page, head, t0, keys, values, at, keep, L: tl.constexpr):
 
 @triton.jit
 def gather_tokens(
-    k, v, keys, values, counts, cu_q, context, table, open_slot, payload_slot, payload, host, open_pages, units, totals,
-    chosen, lengths, kv_stride, table_stride, payload_stride, host_stride, open_stride, chosen_stride, first_unit,
-    window, sink_pages, min_pages, room, num_units, unit_stride, head_stride, token_stride,
+    k, v, keys, values, counts, cu_q, context, table, open_slot, payload_slot, payload, host, home, open_pages, units,
+    totals, chosen, lengths, kv_stride, table_stride, payload_stride, host_stride, open_stride, chosen_stride,
+    first_unit, window, sink_pages, min_pages, room, num_units, unit_stride, head_stride, token_stride,
     CHOSEN: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_HOST: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """One page's worth of a block unit's tokens for one kv head: grid (units, heads, pages of the buffer).
@@ -264,7 +264,7 @@ def gather_tokens(
     block = tl.load(table + row.to(tl.int64) * table_stride + page_number,
                     mask=(page_number >= 0) & (page_number * PAGE < length), other=0)  # fmt: skip
     slot = tl.load(open_slot + block)
-    place = place_of(block, block >= 0, payload_slot, HAS_SLOTS, HAS_HOST)
+    place = place_of(block, block >= 0, payload_slot, home, HAS_SLOTS, HAS_HOST)
     page = page_at(place, payload, payload_stride, host, host_stride, HAS_HOST)
     for t0 in tl.range(0, PAGE, TILE, disable_licm=True):
         t = t0 + tl.arange(0, TILE)

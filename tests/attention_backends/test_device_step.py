@@ -272,7 +272,7 @@ def test_accounts_are_told_when_their_copy_has_arrived(monkeypatch):
     ours, expected = metrics.KtxStats(), metrics.KtxStats()
     monkeypatch.setattr(device_step, "STATS", ours)
     events = []
-    monkeypatch.setattr(device_step, "_Passed", lambda: events.append(Late()) or events[-1])
+    monkeypatch.setattr(device_step, "Passed", lambda: events.append(Late()) or events[-1])
     accounts = Accounts([3, 1], KV_HEADS, CPU)
     gen = torch.Generator().manual_seed(0)
     for step in range(accounts.EVERY + 3):

@@ -58,13 +58,13 @@ V2_TESTS = ROOT / "tests" / "e2e" / "test_v2_runner.py"
 
 @pytest.mark.e2e
 def test_vllms_v2_runner_runs_the_same_steps():
-    assert in_the_interpreter(tests=[V2_TESTS]) == 1
+    assert in_the_interpreter(tests=[V2_TESTS]) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_vllms_v2_runner_says_the_same_with_triton_kernels():
-    assert in_the_interpreter("-m", "slow", tests=[V2_TESTS]) == 1
+    assert in_the_interpreter("-m", "slow", tests=[V2_TESTS]) == 3
 
 
 def launches(name, dim, dtype=torch.bfloat16, q_heads=32, kv_heads=8):
@@ -120,6 +120,15 @@ def test_what_a_step_of_an_8b_model_launches_compiles_without_spills(arch):
     assert len(found) == len(HOT)
     for launch in found:
         check_fits(launch, arch)
+
+
+def test_what_finds_pages_by_their_place_in_host_memory_compiles_without_spills():
+    layout = PageLayout(parse_format("k4v4"), 64, 8, 128)
+    found = aot.record(layout, 32, torch.bfloat16, SparseSettings(), with_disk=True)
+    labels = {launch.label: launch for launch in found}
+    attend = (f"{name} CHOSEN HAS_HOST" for name in ("attend_split", "attend_blocks"))
+    for name in (*attend, "fetch_pages", "publish_pages", "read_pages"):
+        check_fits(labels[name], 86)
 
 
 @pytest.mark.slow

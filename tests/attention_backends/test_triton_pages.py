@@ -35,13 +35,18 @@ def few_programs(monkeypatch):
 
 
 def beyond(batch, num_slots, planes=False):
-    """`batch`'s pages in host memory, by block, and slots that hold garbage (NaN scales)."""
+    """`batch`'s pages in host memory, and slots that hold garbage (NaN scales). Without planes blocks lie there in any
+    order, among rows that hold garbage too."""
     inputs, layout = batch.inputs, batch.layout
     at = inputs["payload_slot"]
     host = inputs["payload"][: len(inputs["open_slot"])] if at is None else inputs["payload"][at.long()]
     slots = torch.full((num_slots, layout.payload_bytes + 64), 255, dtype=torch.uint8)[:, : layout.payload_bytes]
-    first = host[:, : layout.scoring_bytes].clone() if planes else None
-    return DevicePages(layout, slots, host.contiguous(), first)
+    if planes:
+        return DevicePages(layout, slots, host.contiguous(), host[:, : layout.scoring_bytes].clone())
+    home = torch.randperm(len(host) + 3, generator=torch.Generator().manual_seed(num_slots))[: len(host)]
+    rows = torch.full((len(host) + 3, layout.payload_bytes), 255, dtype=torch.uint8)
+    rows[home] = host
+    return DevicePages(layout, slots, rows, home=home.int())
 
 
 def check_table(pages):
@@ -50,7 +55,8 @@ def check_table(pages):
     blocks = pages.block_of[owned].long()
     assert len(blocks.unique()) == len(blocks) == (pages.slot_table >= 0).sum()
     assert torch.equal(pages.slot_table[blocks].long(), owned)
-    assert torch.equal(pages.slots[owned], pages.host[blocks])
+    at_home = blocks if pages.home is None else pages.home[blocks].long()
+    assert torch.equal(pages.slots[owned], pages.host[at_home])
 
 
 def small_batch(rows, **changes):
@@ -69,7 +75,7 @@ def check(batch, settings, sizes, steps=3, planes=(False, True)):
             assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1]), f"{size} slots, step {step}"
             check_table(pages)
         hits, fetched, in_place = pages.counts.tolist()
-        if size >= len(pages.host):  # each page comes once
+        if size >= len(pages.slot_table):  # each page comes once
             assert in_place == 0 and 0 < fetched == (pages.block_of >= 0).sum() and hits >= fetched * (steps - 1)
         else:
             assert in_place > 0 and fetched >= size and (pages.block_of >= 0).all()
@@ -133,6 +139,19 @@ def test_new_pages_go_to_host_memory_to_their_slot_and_to_the_planes(fmt):
         assert torch.equal(slots, torch.stack((torch.zeros_like(want[4]), want[4])))
         assert torch.equal(planes, want[:, : layout.scoring_bytes])
     assert torch.equal(pages.read(kernels, torch.tensor([2, 0])), want[[2, 0]])
+
+
+def test_new_pages_without_a_home_are_left_out_and_what_is_reopened_comes_from_there():
+    layout = PageLayout(parse_format("k4v4"), 32, 2, 32, dtype_bytes=4)
+    host, slots = (torch.zeros(n, layout.payload_bytes, dtype=torch.uint8) for n in (3, 2))
+    pages = DevicePages(layout, slots, host, home=torch.tensor([-1, -1, 2, -1, 0, -1], dtype=torch.int32))
+    k, v, source, blocks = sealed(layout, [4, 5, 2], 1)
+    headers, want = (torch.zeros(6, size, dtype=torch.uint8) for size in (layout.header_bytes, layout.payload_bytes))
+    strides = (k.stride(2), k.stride(1))
+    kernels.seal(layout, k, v, source, blocks, headers, want, None, *strides)
+    pages.seal(kernels, layout, k, v, source, blocks, headers, *strides)
+    assert torch.equal(host[[0, 2]], want[[4, 2]]) and not host[1].any() and not slots.any()
+    assert torch.equal(pages.read(kernels, torch.tensor([2, 4])), want[[2, 4]])
 
 
 def test_attention_reads_new_content_of_a_page_that_had_a_slot():

@@ -8,6 +8,8 @@ import torch
 pytest.importorskip("triton")
 from benchmarks import memory_plans
 from benchmarks.memory_plans import MODELS, Plan
+from vllm_ktx.config import KtxConfig
+from vllm_ktx.tiering import plan_tiers
 
 LLAMA = MODELS["meta-llama/Llama-3.1-8B-Instruct"]
 
@@ -32,6 +34,20 @@ def test_parameters_are_those_that_the_models_publish(name, billions):
 
 def test_llama_with_128k_tokens_takes_18_gb_with_a_hot_pool():
     assert Plan(LLAMA, 16, 131072).tiered <= 18e9
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("context", memory_plans.OVERCOMMIT)
+@pytest.mark.parametrize("model", MODELS.values(), ids=lambda m: m.name)
+def test_ktx_makes_of_a_command_what_the_table_says(model, context, bits):
+    plan = Plan(model, bits, context)
+    config, layers, device = KtxConfig(format=plan.fmt, host_gib=plan.host_gib), model.layers, plan.cache_bytes
+    found = plan_tiers(config, plan.layout, layers, 1, device, on_gpu=True, max_model_len=context)
+    blocks = device // layers // plan.layout.tiered_page_bytes(found.overcommit, found.planes)
+    slots = plan.layout.num_slots(blocks, device // layers, found.planes)
+    assert found.planes == (plan.scored <= memory_plans.USABLE) and blocks > plan.pages
+    assert slots >= plan.pages // memory_plans.OVERCOMMIT[context]
+    assert device <= 1.2 * (plan.headers + plan.hot + found.planes * plan.planes), "a GiB of host memory more at most"
 
 
 def test_a_decode_step_reads_a_twentieth_of_bf16_up_to_a_number_of_chosen_pages():

@@ -69,5 +69,11 @@ def prompt_logprobs(llm: LLM, ids: list[list[int]]) -> list[list[float]]:
     ]
 
 
+def builder(llm: LLM) -> Any:
+    """KTX's metadata builder of an engine in this process."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return worker.model_runner.attn_groups[0][0].metadata_builders[0]
+
+
 def prompts(*ids: list[int]) -> list[dict]:
     return [{"prompt_token_ids": list(x)} for x in ids]

@@ -11,7 +11,7 @@ import pytest
 from vllm import SamplingParams
 
 from benchmarks import tasks
-from tests.e2e.support import engine, metric, prompts, texts
+from tests.e2e.support import builder, engine, metric, prompts, texts
 from tests.e2e.test_selection import OFFLINE, tiny
 from tests.e2e.test_serving import VOCAB, english
 from tests.e2e.test_sparse import budget
@@ -24,12 +24,6 @@ SPARSE = {"format": "k4v4", "window": 256, "min_pages": 2}
 LONG = {"max_model_len": 8320, "max_num_batched_tokens": 1000, "max_num_seqs": 4}
 DEVICE = 400_000  # bytes of retrieval-small's cache: 43 pages of a layer, were all of them resident
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-
-
-def builder(llm):
-    """KTX's metadata builder of an engine in this process."""
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    return worker.model_runner.attn_groups[0][0].metadata_builders[0]
 
 
 @contextmanager

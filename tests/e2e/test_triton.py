@@ -10,7 +10,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1: tests/attention_backends/test_triton.py runs it", allow_module_level=True)
 from vllm import SamplingParams
 
-from tests.e2e.support import engine, prompts
+from tests.e2e.support import builder, engine, prompts
 from vllm_ktx.metrics import snapshot
 
 pytestmark = pytest.mark.e2e
@@ -36,6 +36,7 @@ def test_a_model_says_the_same_with_native_and_with_triton_kernels(retrieval_sma
             outs = llm.generate(IDS, params, use_tqdm=False)
             if below and "host_gib" in more:  # once more, over pages that the prefix cache kept
                 llm.generate(IDS, params, use_tqdm=False)
+                assert builder(llm).tier_plan.planes and (builder(llm).device_tiers.layers[0].planes != 0).any()
                 counts = snapshot()
                 assert counts["tier_fetched_bytes"] > 0 and counts["tier_hits"] > 0
         said.append([[(t, step[t].logprob) for t, step in zip(o.outputs[0].token_ids, o.outputs[0].logprobs,

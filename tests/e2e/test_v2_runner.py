@@ -25,10 +25,13 @@ def _with_triton():
 
 assert _with_triton()
 from vllm import SamplingParams  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
 
-from tests.e2e.support import engine, metric, prompts  # noqa: E402
+from tests.e2e.support import builder, engine, metric, prompts  # noqa: E402
+from tests.e2e.test_tiers import corrupt  # noqa: E402
 from vllm_ktx import _compat  # noqa: E402
 from vllm_ktx.attention_backends.metadata import KTXMetadataBuilder  # noqa: E402
+from vllm_ktx.kv_quant import PageLayout, parse_format  # noqa: E402
 from vllm_ktx.metrics import snapshot  # noqa: E402
 
 pytestmark = pytest.mark.e2e
@@ -99,6 +102,28 @@ def test_v2_runs_the_same_steps_as_v1(retrieval_small, monkeypatch, steps):
         assert v2_counted[name] == pytest.approx(counted[name], rel=1e-4, abs=1e-4), name
 
 
+def test_lost_pages_are_computed_again_under_v2_too(retrieval_small, monkeypatch, tmp_path):
+    """The native kernels' tiers, every page of the file damaged between two requests."""
+    below = {"overcommit": 4, "host_gib": 0, "disk_gib": 0.03, "disk_dir": str(tmp_path)}
+    options = TIGHT | {"num_gpu_blocks_override": 68}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    said = []
+    for runner, more in (("0", {}), ("1", below)):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+        with engine(retrieval_small, {"format": "k8v8", "attention": "dense"} | more, **options) as llm:
+            ask = lambda: [list(o.outputs[0].token_ids) for o in llm.generate(  # noqa: E731
+                prompts(*IDS, [i * i % 93 + 5 for i in range(900)]), params, use_tqdm=False)]  # fmt: skip
+            said.append(ask())
+            if more:
+                pool, before = builder(llm).tiers.pool, snapshot()
+                pool.flush()
+                corrupt(pool._moves.store._disk)
+                said.append(ask())
+                gained = {name: value - before[name] for name, value in snapshot().items()}
+                assert gained["tier_corrupt"] > 0 and gained["tier_faults"] > 0
+    assert said[0] == said[1] == said[2]
+
+
 @pytest.mark.slow
 def test_triton_kernels_under_v2(retrieval_small, monkeypatch, steps):
     ids, ktx = [IDS[0][:20], IDS[1]], SPARSE | {"audit_rate": 0.0}
@@ -106,3 +131,57 @@ def test_triton_kernels_under_v2(retrieval_small, monkeypatch, steps):
     triton = said(monkeypatch, "1", retrieval_small, ktx | {"kernels": "triton"}, ids, {}, tokens=2)
     assert triton[0] == tokens and triton[1] == pytest.approx(logprobs, abs=1e-3)
     assert triton[2]["sparse_rows"] == counted["sparse_rows"] > 0 and steps[0] > 3
+
+
+def schedule_ahead(monkeypatch):
+    """Async scheduling, which vLLM switches off on CPUs: a step is scheduled before the last one's output is there."""
+    platform = type(current_platform)
+    check = platform.check_and_update_config
+
+    def check_and_update_config(cls, config):
+        check(config)
+        config.scheduler_config.async_scheduling = True
+        config.scheduler_config.scheduler_cls = "vllm_ktx.scheduler.AsyncLengthGroupedScheduler"
+
+    monkeypatch.setattr(platform, "check_and_update_config", classmethod(check_and_update_config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_prefixes_come_back_from_disk_and_what_is_damaged_is_computed_again(
+    retrieval_small, monkeypatch, tmp_path, asynchronous
+):
+    """Four prompts of 6 pages over 16 places in host memory, three of them at once, of which two fit; the native
+    kernels of V1 say what is right."""
+    if asynchronous:
+        schedule_ahead(monkeypatch)
+    page = PageLayout(parse_format("k4v4"), 32, 1, 64).payload_bytes
+    ids = [[i * i % m + 5 for i in range(165)] for m in (97, 89, 83, 79)]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    options = {"max_num_seqs": 3, "max_model_len": 192, "num_gpu_blocks_override": 64, "block_size": 32}
+    below = {"overcommit": 4, "host_gib": 16.5 * 2 * page / 2**30, "disk_gib": 0.01, "disk_dir": str(tmp_path)}
+    ktx, said = {"format": "k4v4", "attention": "dense"}, []
+
+    def ask(llm, *which):
+        outs = llm.generate(prompts(*(ids[i] for i in which)), params, use_tqdm=False)
+        return [list(o.outputs[0].token_ids) for o in outs]
+
+    for runner, more in (("0", {}), ("1", {"kernels": "triton"} | below)):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+        with engine(retrieval_small, ktx | more, **options) as llm:
+            assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == asynchronous
+            start = snapshot()
+            said.append([*ask(llm, 0), *ask(llm, 1, 2, 3), *ask(llm, 0)])
+            if more:
+                places = builder(llm).device_tiers.places
+                assert (places.table >= 0).sum() <= 16 == len(places.pool.slot_flags(0)[0])
+                before = snapshot()
+                assert before["tier_faults"] == start["tier_faults"], "who doesn't fit waits"
+                assert before["tier_written_bytes"] > 0 and before["tier_evictions"] > 0, "cached prefixes went to disk"
+                places.pool.flush()
+                corrupt(places.pool._moves.store)
+                assert ask(llm, 1, 2) == said[0][1:3]
+                gained = {name: value - before[name] for name, value in snapshot().items()}
+                assert gained["tier_corrupt"] > 0 and gained["tier_faults"] > 0
+                assert metric(llm, "vllm:num_preemptions") > 0
+    assert said[0] == said[1]

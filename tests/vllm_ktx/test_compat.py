@@ -1,6 +1,7 @@
 """Each workaround for vLLM is still needed: when one of these fails, delete the piece of _compat.py it names."""
 
 import inspect
+from types import SimpleNamespace
 
 import vllm
 from vllm.platforms.cpu import CpuPlatform
@@ -68,6 +69,28 @@ def test_lost_blocks_still_travel_to_the_scheduler_as_a_connectors_do():
     update = inspect.getsource(Scheduler.update_from_output)
     assert "self._handle_invalid_blocks(" in update and "set(self.grammar_compile_error_reqs)" in update
     assert "self.recompute_kv_load_failures = True" in inspect.getsource(Scheduler.__init__)
+
+
+def test_running_requests_hold_no_more_blocks_than_allowed():
+    """vLLM's own manager and pool: 20 blocks, of which 8 may be in use, the null block among them."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    pool = BlockPool(20, enable_caching=True, hash_block_size=64)
+    took = []
+
+    def allocate_slots(count):
+        if count > pool.get_num_free_blocks():
+            return None
+        took.append(pool.get_new_blocks(count))
+        return took[-1]
+
+    manager = SimpleNamespace(block_pool=pool, allocate_slots=allocate_slots)
+    _compat.limit_blocks_in_use(manager, 8)
+    assert manager.allocate_slots(8) is None and len(manager.allocate_slots(5)) == 5
+    assert manager.allocate_slots(3) is None and len(manager.allocate_slots(2)) == 2
+    assert pool.get_num_free_blocks() == 12, "others see what is free"
+    pool.free_blocks(took[0])
+    assert len(manager.allocate_slots(5)) == 5 and manager.allocate_slots(1) is None
 
 
 def test_v2s_block_ids_are_still_on_the_host_when_staged_only():

@@ -43,6 +43,7 @@ def compiled(monkeypatch):
         ({"key_scale": "per_channel_32", "value_scale": "per_token_32", "scale_bits": 8}, {}),
         ({"key_scale": "per_head", "rotate_keys": True, "scoring": "header"}, {"cache_dtype": "bfloat16"}),
         ({}, {"speculative": "ngram", "async_scheduling": False}),
+        ({"host_gib": 4, "disk_gib": 4, "disk_dir": "/tmp"}, {}),
     ],
 )
 def test_served(ktx, options):
@@ -54,7 +55,6 @@ def test_served(ktx, options):
     [
         ({"kernels": "native"}, {}, "ktx.kernels='native'", "leave it out"),
         ({"kernels": "torch"}, {}, "ktx.kernels='torch'", "leave it out"),
-        ({"disk_gib": 4, "disk_dir": "/tmp"}, {}, "live in host memory only", "raise ktx.host_gib"),
         ({}, {"v2": False}, "V2 model runner", "unset VLLM_USE_V2_MODEL_RUNNER"),
         ({}, {"speculative": "ngram_gpu"}, "'ngram_gpu' with async scheduling", "--no-async-scheduling"),
         ({}, {"dbo": True}, "dual batch overlap", "leave --enable-dbo out"),

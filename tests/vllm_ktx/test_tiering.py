@@ -22,16 +22,16 @@ PAGE_BYTES = LAYERS * LAYOUT.page_bytes
 PAGE_GIB = PAGE_BYTES / GIB
 
 
-def plan(device_gib=None, blocks=None, ranks=1, layout=LAYOUT, **settings):
+def plan(device_gib=None, blocks=None, ranks=1, layout=LAYOUT, on_gpu=False, longest=0, **settings):
     device = None if device_gib is None else int(device_gib * GIB)
-    return plan_tiers(KtxConfig(**settings), layout, LAYERS, ranks, device, blocks)
+    return plan_tiers(KtxConfig(**settings), layout, LAYERS, ranks, device, blocks, on_gpu, longest)
 
 
 def held(found, device_gib, layout=LAYOUT):
     """Blocks that vLLM will make, and slots a layer."""
     layer = int(device_gib * GIB) // LAYERS
-    blocks = layer // layout.tiered_page_bytes(found.overcommit)
-    return blocks, layout.num_slots(blocks, layer)
+    blocks = layer // layout.tiered_page_bytes(found.overcommit, found.planes)
+    return blocks, layout.num_slots(blocks, layer, found.planes)
 
 
 def test_everything_on_the_device_without_tiers():
@@ -63,6 +63,43 @@ def test_auto_leaves_half_of_the_device_to_the_pool(caplog):
     blocks, slots = held(found, 1)
     assert blocks < found.blocks_held(LAYOUT, LAYERS)
     assert 0.49 < blocks * LAYOUT.header_bytes * LAYERS / GIB <= 0.5 and slots > MIN_WAVE
+
+
+def test_a_gpu_keeps_the_scoring_planes_beside_slots_for_what_a_query_reads(caplog):
+    reads = 195  # a page of sinks, 66 of the window, 128 chosen
+    most = plan(2, host_gib=5, on_gpu=True)
+    assert most.planes and held(most, 2)[1] >= reads
+    blocks = 5 * GIB // (LAYERS * LAYOUT.payload_bytes)
+    enough = LAYERS * (blocks * (LAYOUT.header_bytes + LAYOUT.scoring_bytes) + reads * LAYOUT.payload_bytes)
+    assert plan(enough / GIB, host_gib=5, on_gpu=True).planes
+    less = plan((enough - LAYERS) / GIB, host_gib=5, on_gpu=True)
+    assert not less.planes and held(less, enough / GIB)[0] > 0.97 * blocks, "as many blocks, and more slots"
+    assert f"with --kv-cache-memory-bytes {enough} or more; ktx.scoring='header' reads none" in caplog.text
+    assert not plan(2, host_gib=5, on_gpu=True, scoring="header").planes and not plan(2, host_gib=5).planes
+
+
+@pytest.mark.parametrize(("device", "longest", "fits"), [(None, 0, False), (1.4, 0, False), (2, 131072, True),
+                                                         (2, 1 << 20, False), (16, 1 << 20, True)])  # fmt: skip
+def test_planes_under_a_given_overcommit_leave_room_for_the_longest_request(device, longest, fits, caplog):
+    found = plan(device, host_gib=64, overcommit=8, on_gpu=True, longest=longest)
+    assert found.planes == fits and found.overcommit == 8
+    assert (not fits) == ("--kv-cache-memory-bytes" in caplog.text)
+    if fits:
+        blocks, slots = held(found, device)
+        assert blocks > longest // 64 and slots >= 195
+
+
+def test_a_gpus_disk_holds_all_blocks_and_host_memory_one_request():
+    disk = {"disk_gib": 40, "disk_dir": "/tmp", "on_gpu": True}
+    found = plan(6, host_gib=10, longest=131072, **disk)
+    block = LAYERS * LAYOUT.payload_bytes
+    assert found.places(LAYOUT, LAYERS) == 10 * GIB // block
+    assert found.blocks_held(LAYOUT, LAYERS) == 40 * GIB // block, "not both together"
+    assert 0.97 * 40 * GIB // block < held(found, 6)[0] <= 40 * GIB // block
+    need = 131072 // 64 + 2
+    with pytest.raises(ValueError, match=rf"host_gib=4 holds {4 * GIB // block} pages.*{need} by .*host_gib to 4.38"):
+        plan(6, host_gib=4, longest=131072, **disk)
+    assert plan(6, host_gib=4.38, longest=131072, **disk).overcommit > 1
 
 
 def test_ranks_share_and_planes_stay_out_where_there_is_no_room():

@@ -5,7 +5,25 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from .._compat import limit_blocks_in_use, selects_ktx
+from ..plugin import ktx_config
+from ..tiering import engine_plan
+
 MOST_TRIES = 3
+
+
+def places_of_running(vllm_config: Any, kv_cache_config: Any) -> int | None:
+    """How many blocks running requests may hold: on a GPU with a disk, those that host memory holds. None: all."""
+    if not selects_ktx(vllm_config) or ktx_config(vllm_config).disk_gib == 0:
+        return None
+    from ..attention_backends.metadata import page_layout
+
+    (group,) = kv_cache_config.kv_cache_groups  # formats by layer keep all pages on the device
+    config, cache_dtype = ktx_config(vllm_config), vllm_config.cache_config.cache_dtype
+    layout = page_layout(group.kv_cache_spec, config, cache_dtype, vllm_config.model_config.dtype, None)
+    plan = engine_plan(vllm_config, config, layout)
+    layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+    return plan.places(layout, layers) if plan.on_gpu and plan.overcommit > 1 else None
 
 
 class RecomputesLostBlocks:
@@ -19,6 +37,13 @@ class RecomputesLostBlocks:
     """
 
     _tries: dict[str, tuple[int, int]] | None = None  # request -> tries since it had so many tokens
+
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+        blocks = self.kv_cache_config.num_blocks
+        places = places_of_running(vllm_config, self.kv_cache_config)
+        if places is not None and places < blocks:
+            limit_blocks_in_use(self.kv_cache_manager, places)
 
     def _handle_invalid_blocks(self: Any, lost: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
         affected = super()._handle_invalid_blocks(lost, num_scheduled_tokens)  # type: ignore[misc]
@@ -41,6 +66,7 @@ class RecomputesLostBlocks:
         self.kv_cache_manager.evict_blocks(void)
         self.running = [request for request in self.running if request.request_id not in affected]
         for request in reversed(preempted):  # each goes before the others that wait
-            self._preempt_request(request, now)
+            # A step that is under way reads the lost block too: what comes of it is dropped.
+            self._preempt_request(request, now, drop_stale_output=True)
         self._tries = {req_id: seen for req_id, seen in tries.items() if req_id in self.requests}
         return affected
