@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,13 +39,13 @@ from .device_step import Accounts, DeviceSlots, send
 from .layer_memory import carve
 from .selection import SparseSettings
 from .tiered import Tiers
+from .triton.geometry import table_width
 
 if TYPE_CHECKING:
     from .device_tiers import DeviceTiers
 
 logger = logging.getLogger("vllm.ktx")
 
-MIN_WIDTH = 16  # of a block table on a device, pages
 AUDITED_LAYERS = 4  # an audited step recomputes every fourth layer, another one each time
 
 
@@ -271,6 +272,22 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         layers = self.vllm_config.model_config.get_total_num_hidden_layers()
         return sparse, self.audit.next_turn(min(AUDITED_LAYERS, layers)), pages
 
+    def warm_up(self, width: int) -> None:
+        """Compiles all that these layers' steps can launch, with block tables of up to `width` pages: Triton would do
+        it when a step first launches it, for seconds in the middle of serving."""
+        from .triton.warmup import warm_up
+
+        impls = [self.vllm_config.compilation_config.static_forward_context[name].impl for name in self.layer_names]
+        sparse, tokens = self._sparse_layers and self.sparse, self.vllm_config.scheduler_config.max_num_batched_tokens
+        start, count = time.perf_counter(), 0
+        logger.info("KTX: compiling kernels for format %s and up to %d pages", self.layout.fmt.name, width)
+        for impl in {(impl.num_heads, impl.softcap): impl for impl in impls}.values():
+            count += warm_up(
+                impl.kernels, self.layout, impl.num_heads, impl.model_dtype, width, tokens, sparse or None,
+                impl.softcap, self.audit.rate > 0, impl.pages,
+            )  # fmt: skip
+        logger.info("KTX: %d kernels are ready, after %.1f s", count, time.perf_counter() - start)
+
     def _send_step(
         self, common: CommonAttentionMetadata, pages: OpenPages, arrays: dict[str, tuple], context: Any, sparse: bool
     ) -> dict[str, Any]:
@@ -280,15 +297,16 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
             self._device_slots = DeviceSlots(len(pages.slot_of), device)
             self._accounts = Accounts(self._sparse_layers, self.layout.num_kv_heads, device)
             ON_DEVICE.add(self._accounts)
+            if device.type == "cuda":
+                self.warm_up(common.block_table_tensor.shape[1])
         assert self._accounts is not None
         arrays = {**arrays, "changed": self._device_slots.changes(pages.slot_of)}
         sent = iter(send([column for columns in arrays.values() for column in columns], device))
         parts: dict[str, Any] = {name: tuple(next(sent) for _ in columns) for name, columns in arrays.items()}
         self._device_slots.apply(*parts.pop("changed"))
         self._accounts.begin_step(parts["context_pages"][0] if sparse else None)
-        # Kernels' grids follow from the table's width: a power of two makes few of them.
         used = -(-int(context.max(initial=1)) // self.layout.page_size)
-        width = max(MIN_WIDTH, 1 << (used - 1).bit_length())
+        width = table_width(used, common.block_table_tensor.shape[1])
         parts["block_table"] = common.block_table_tensor[: len(context), :width]
         parts |= {"open_slot": self._device_slots.tensor, "accounts": self._accounts}
         return {**parts, "max_query_len": common.max_query_len}

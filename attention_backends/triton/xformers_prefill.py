@@ -42,7 +42,7 @@ from .pages import (
     value_channels,
     value_codes,
 )
-from .units import BLOCK, candidates
+from .units import BLOCK, candidates, step_jit
 
 QUERIES = int(BLOCK.value)
 BUFFER_BYTES = 128 << 20  # gathered tokens of the units that are attended at once
@@ -238,7 +238,7 @@ def move_sealed(page, head, t0, keys, values, at, keep, L: tl.constexpr):
     store_values(y, values, at, channel, keep, L)
 
 
-@triton.jit
+@step_jit
 def gather_tokens(
     k, v, keys, values, counts, cu_q, context, table, open_slot, payload_slot, payload, host, open_pages, units, totals,
     chosen, lengths, kv_stride, table_stride, payload_stride, host_stride, open_stride, chosen_stride, first_unit,
@@ -318,7 +318,7 @@ def block_tokens(cu_q, units, index):
     return token.to(tl.int64)
 
 
-@triton.jit
+@step_jit
 def gather_queries(q, queries, cu_q, units, totals, q_stride, first_unit, L: tl.constexpr):
     """A block unit's queries of one head to `queries` `[units, 64, query heads, D]`: grid (units, query heads)."""
     unit, q_head = tl.program_id(0), tl.program_id(1)
@@ -332,7 +332,7 @@ def gather_queries(q, queries, cu_q, units, totals, q_stride, first_unit, L: tl.
     tl.store(queries + to[:, None] + channel[None, :], x, mask=mask)
 
 
-@triton.jit
+@step_jit
 def scatter_blocks(
     merged, merged_lse, out, lse, cu_q, units, totals, out_stride, lse_stride, first_unit,
     HAS_LSE: tl.constexpr, L: tl.constexpr,
