@@ -21,6 +21,7 @@ from vllm_ktx.attention_backends.triton import aot
 PACKAGE = Path(aot.__file__).parent
 ROOT = Path(__file__).parents[2]
 KERNEL_TESTS = tuple(Path(__file__).with_name(f"test_triton_{name}.py") for name in ("kernels", "pages"))
+GRAPH_TESTS = Path(__file__).with_name("test_triton_graph.py")
 
 
 def in_the_interpreter(*options, tests=KERNEL_TESTS):
@@ -38,10 +39,14 @@ def test_kernels_match_the_oracle_in_the_interpreter():
     assert in_the_interpreter() >= 65
 
 
+def test_full_graphs_replay_eager_steps_in_the_interpreter():
+    assert in_the_interpreter(tests=[GRAPH_TESTS]) == 4
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_kernels_match_the_oracle_in_the_interpreter_over_wider_shapes():
-    assert in_the_interpreter("-m", "slow") >= 18
+    assert in_the_interpreter("-m", "slow", tests=[*KERNEL_TESTS, GRAPH_TESTS]) >= 21
 
 
 @pytest.mark.slow
@@ -55,7 +60,7 @@ V2_TESTS = ROOT / "tests" / "e2e" / "test_v2_runner.py"
 
 @pytest.mark.e2e
 def test_vllms_v2_runner_runs_the_same_steps():
-    assert in_the_interpreter(tests=[V2_TESTS]) == 1
+    assert in_the_interpreter(tests=[V2_TESTS]) == 2
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ numbers that are 1 or divisible by 16, alignment of pointers). No GPU: keys are 
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,6 +70,8 @@ TIERED = {"overcommit": 2.0, "host_gib": 1.0, "audit_rate": 0.0}
         ({"format": "none"}, False),
         (WIDE | TIERED | {"format": "k4v4"}, False),
         ({"format": "k4v4", "attention": "dense"} | TIERED, False),
+        (WIDE | {"audit_rate": 0.0, "cudagraph": "full"}, False),
+        (WIDE | TIERED | {"cudagraph": "full", "scoring": "codes"}, False),
     ],
 )
 @torch.inference_mode()
@@ -85,6 +88,9 @@ def test_serving_compiles_nothing(engine_config, compiled, monkeypatch, settings
     ready = len(compiled)
     assert ready > 5
     seen = {"width": set(), "sparse": set()}
+    for rows in (1, 2) if settings.get("cudagraph") == "full" else ():
+        common = layers.batch(np.zeros_like(layers.host), np.arange(rows), [0] * rows, [1] * rows)
+        layers.attend(layers.builder.build_for_cudagraph_capture(common), layers.inputs(rows))
     for step in STEPS:
         common = layers.common(step)
         meta = layers.builder.build(0, common)

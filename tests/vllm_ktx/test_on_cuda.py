@@ -41,6 +41,7 @@ def compiled(monkeypatch):
         ({"format": {"default": "k4v4", "layers": {"0-1": "none"}}, "kernels": "triton"}, {}),
         ({"key_scale": "per_head", "rotate_keys": True, "scoring": "header"}, {"cache_dtype": "bfloat16"}),
         ({}, {"speculative": "ngram", "async_scheduling": False}),
+        ({"cudagraph": "full"}, {}),
     ],
 )
 def test_served(ktx, options):
@@ -56,6 +57,12 @@ def test_served(ktx, options):
         ({"scale_bits": 8}, {}, "no CUDA kernels for 8-bit scales", "leave ktx.key_scale"),
         ({}, {"v2": False}, "V2 model runner", "unset VLLM_USE_V2_MODEL_RUNNER"),
         ({}, {"speculative": "ngram_gpu"}, "'ngram_gpu' with async scheduling", "--no-async-scheduling"),
+        (
+            {"cudagraph": "full"},
+            {"speculative": "ngram", "async_scheduling": False},
+            "steps of one token a row",
+            "leave one of the two out",
+        ),
         ({}, {"dbo": True}, "dual batch overlap", "leave --enable-dbo out"),
         ({}, {"pcp": 2}, "prefill context parallelism", "leave it out"),
     ],
