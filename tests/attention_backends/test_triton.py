@@ -60,7 +60,7 @@ V2_TESTS = ROOT / "tests" / "e2e" / "test_v2_runner.py"
 
 @pytest.mark.e2e
 def test_vllms_v2_runner_runs_the_same_steps():
-    assert in_the_interpreter(tests=[V2_TESTS]) == 2
+    assert in_the_interpreter(tests=[V2_TESTS]) == 3
 
 
 @pytest.mark.slow

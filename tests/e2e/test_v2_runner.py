@@ -25,6 +25,7 @@ def _with_triton():
 
 
 assert _with_triton()
+from triton.runtime.interpreter import InterpreterBuilder  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.config import CompilationConfig, CUDAGraphMode  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
@@ -100,7 +101,6 @@ IDS = [[i * i % m + 5 for i in range(n)] for m, n in ((90, 70), (97, 390), (89, 
 
 
 def test_v2_runs_the_same_steps_as_v1(retrieval_small, monkeypatch, steps):
-    """Not with drafts: vLLM's own kernel that checks them doesn't run in the interpreter."""
     ktx = SPARSE | {"format": {"default": "k4v4", "layers": {"1": "k8v8"}}}  # two builders
     few = {"num_gpu_blocks_override": 17}  # blocks for all at once
     tokens, logprobs, counted, preempted = said(monkeypatch, "0", retrieval_small, ktx, IDS, few)
@@ -114,6 +114,30 @@ def test_v2_runs_the_same_steps_as_v1(retrieval_small, monkeypatch, steps):
         assert v2_counted[name] == counted[name] > 0, name
     for name in ("dropped_mass", "audited_recall", "audited_claim", "audited_error"):
         assert v2_counted[name] == pytest.approx(counted[name], rel=1e-4, abs=1e-4), name
+
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def test_drafts_are_checked_alike(retrieval_small, monkeypatch, steps):
+    for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):  # the n-gram kernel's are integers here
+        method = getattr(InterpreterBuilder, name)
+
+        def boolean(builder, *args, method=method, at=place):
+            args[at].data = args[at].data.astype(bool)
+            return method(builder, *args)
+
+        monkeypatch.setattr(InterpreterBuilder, name, boolean)
+    ids = [[5, 6, 7, 8] * 30, *IDS[:2]]
+    plain = said(monkeypatch, "0", retrieval_small, SPARSE, ids, {})
+    drafts = {"async_scheduling": False, "speculative_config": DRAFTS}
+    v1 = said(monkeypatch, "0", retrieval_small, SPARSE, ids, drafts)
+    v2 = said(monkeypatch, "1", retrieval_small, SPARSE, ids, drafts)
+    assert v2[0] == v1[0] == plain[0] and v2[1] == pytest.approx(v1[1], abs=1e-4)
+    for name in ("steps", "appended_tokens", "sealed", "sparse_rows", "sparse_pages_read"):
+        assert v2[2][name] == v1[2][name] > 0, name
+    assert v2[2]["steps"] < plain[2]["steps"], "drafts were taken"
+    assert v2[2]["appended_tokens"] > plain[2]["appended_tokens"], "and others not"
 
 
 @pytest.fixture
