@@ -20,16 +20,28 @@ from ..metrics import AUDITED, SPARSE, STATS, audit_sums
 ALIGNED = 16  # bytes: Triton compiles a kernel once more for pointers that aren't
 
 
-def send(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """`arrays`, 1-D, as tensors on `device`, by one copy that nobody waits for."""
-    starts = [0, *accumulate(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)]
+def room(arrays: Sequence[npt.NDArray[Any]]) -> list[int]:
+    """Bytes up to each of `arrays`, and to the end, as `send` lays them out."""
+    return [0, *accumulate(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)]
+
+
+def send(
+    arrays: Sequence[npt.NDArray[Any]], device: torch.device, lasting: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """`arrays`, 1-D, as tensors on `device`, by one copy that nobody waits for. `lasting`: uint8, where the first of
+    them, as many as fit, are to lie."""
+    starts = room(arrays)
     buffer = np.empty(starts.pop(), np.uint8)
     places = [slice(start, start + array.nbytes) for start, array in zip(starts, arrays, strict=True)]
     for place, array in zip(places, arrays, strict=True):
         buffer[place].view(array.dtype)[:] = array
     there = _compat.upload(buffer, device)
     kinds = (torch.from_numpy(array[:0]).dtype for array in arrays)
-    return [there[place].view(kind) for place, kind in zip(places, kinds, strict=True)]
+    kept = 0 if lasting is None else len(lasting)
+    if lasting is not None:
+        lasting.copy_(there[:kept])
+    sources = (lasting if lasting is not None and place.stop <= kept else there for place in places)
+    return [source[place].view(kind) for source, place, kind in zip(sources, places, kinds, strict=True)]
 
 
 class DeviceSlots:
@@ -65,6 +77,7 @@ class Accounts:
         self._layers = torch.zeros(len(layers), len(SPARSE), dtype=torch.float64, device=device)
         self._audit = torch.zeros(len(AUDITED), dtype=torch.float64, device=device)
         self._step: tuple[torch.Tensor, ...] | None = None
+        self._lasting: dict[int, tuple[torch.Tensor, ...]] = {}  # by tokens
         self._steps = 0
         self._host = torch.empty(
             self._layers.numel() + len(AUDITED), dtype=torch.float64, pin_memory=device.type == "cuda"
@@ -72,20 +85,29 @@ class Accounts:
         self._coming: Any = None  # the event of a copy on its way
         self._told = np.zeros(self._layers.numel() + len(AUDITED))
 
-    def begin_step(self, context_pages: torch.Tensor | None) -> None:
+    def begin_step(self, context_pages: torch.Tensor | None, lasting: bool = False) -> None:
         """A step begins, in which token t could read `context_pages[t]` (int64 `[tokens]`) pages; None: all tokens read
-        all of theirs."""
+        all of theirs. `lasting`: kernels write where they did in the last such step of so many tokens."""
         self._add_up()
         if self._steps >= self.EVERY and self._coming is None:
             self._fetch()
         elif self._coming is not None and self._coming.query():
             self._tell()
         if context_pages is not None:
-            shape = (len(self._row), len(context_pages), self._kv_heads)
-            dropped, depth = (torch.empty(shape, device=self._device) for _ in range(2))
-            # A layer that isn't called has read all.
-            read = torch.full(shape, torch.iinfo(torch.int32).max, dtype=torch.int32, device=self._device)
-            self._step = dropped, depth, read, context_pages
+            made = self._lasting_counts(len(context_pages)) if lasting else self._new_counts(len(context_pages))
+            made[2].fill_(torch.iinfo(torch.int32).max)  # a layer that isn't called has read all
+            self._step = *made, context_pages
+
+    def _new_counts(self, tokens: int) -> tuple[torch.Tensor, ...]:
+        shape, kinds = (len(self._row), tokens, self._kv_heads), (torch.float32, torch.float32, torch.int32)
+        return tuple(torch.empty(shape, dtype=kind, device=self._device) for kind in kinds)
+
+    def _lasting_counts(self, tokens: int) -> tuple[torch.Tensor, ...]:
+        """Always the same for so many tokens; a part of what there is for more, if vLLM captured that first."""
+        if tokens not in self._lasting:
+            more = next((made for size, made in self._lasting.items() if size > tokens), None)
+            self._lasting[tokens] = self._new_counts(tokens) if more is None else tuple(x[:, :tokens] for x in more)
+        return self._lasting[tokens]
 
     def of_layer(self, layer: int) -> dict[str, torch.Tensor]:
         """Where a layer's kernels write: `dropped`, `depth` float32, `pages_read` int32, `[tokens, kv_heads]`."""

@@ -243,7 +243,7 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
                     raise
         if self.pages is not None:
             self.pages.end(start, votes)
-        STATS.attention_calls += 1
+        STATS.attention_calls += not meta.replayed
         return output
 
     def _attend_sparse(
@@ -282,6 +282,10 @@ class KTXImpl(AttentionImpl[KTXMetadata]):
             sizes = (meta.layout, meta.open_capacity, self.model_dtype)
             memory = self._memory = LayerMemory.make(kv_cache, *sizes, self.pages, self._reserved)
         return memory
+
+    def settle(self, kv_cache: torch.Tensor, meta: KTXMetadata) -> None:
+        """What `forward` does first, for a step whose `forward` is replayed from a graph."""
+        self._bind(kv_cache, meta).settle(self.kernels, meta)
 
     def unbind(self) -> None:
         """Lets go of the cache that the layer was bound to, if it was."""

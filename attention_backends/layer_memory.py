@@ -82,12 +82,16 @@ class LayerMemory:
         """What the attention kernels need to find pages in slots."""
         return {} if self.pages is None else {"payload_slot": self.pages.slot_table, "residency": self.pages}
 
-    def apply(self, kernels: Kernels, meta: KTXMetadata, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Carries out the step's plan, in the plan's order."""
+    def settle(self, kernels: Kernels, meta: KTXMetadata) -> None:
+        """The part of the step's plan that needs no fresh tokens, and so may come before a graph is replayed."""
         if meta.evict is not None:
             self._evict(kernels, meta, *meta.evict)
         if meta.reopen is not None:
             self._reopen(kernels, meta, *meta.reopen)
+
+    def apply(self, kernels: Kernels, meta: KTXMetadata, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Carries out the step's plan, in the plan's order."""
+        self.settle(kernels, meta)
         if meta.append is not None:
             kernels.append(meta.layout, key, value, *meta.append, self.open_pages)
         if meta.seal_fresh is not None:

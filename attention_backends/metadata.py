@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionImpl,
@@ -34,18 +35,18 @@ from ..plan import log_memory_plan
 from ..plugin import ktx_config
 from ..tiering import engine_plan
 from .audit import Audit
-from .device_step import Accounts, DeviceSlots, send
+from .device_step import Accounts, DeviceSlots, room, send
 from .layer_memory import carve
 from .selection import SparseSettings
 from .self_check import check_once
 from .tiered import Tiers
+from .triton.geometry import table_width
 
 if TYPE_CHECKING:
     from .device_tiers import DeviceTiers
 
 logger = logging.getLogger("vllm.ktx")
 
-MIN_WIDTH = 16  # of a block table on a device, pages
 AUDITED_LAYERS = 4  # an audited step recomputes every fourth layer, another one each time
 
 
@@ -85,7 +86,8 @@ class KTXMetadata(AttentionMetadata):
 
     `cu_q` `[rows + 1]`, `context` `[rows]`, `block_table` `[rows, max_pages]`, `open_slot` `[num_blocks]`. `sparse`:
     None too where no row of the step is long enough to leave a page out; `context_pages` `[tokens]` (int64) is then
-    empty. `max_query_len`, `accounts`: where the step was planned from host copies of a device's tables.
+    empty. `max_query_len`, `accounts`: where the step was planned from host copies of a device's tables. `replayed`:
+    kernels in a CUDA graph read the same tensors, at the same addresses, in every step of so many rows.
     """
 
     num_tokens: int
@@ -106,6 +108,7 @@ class KTXMetadata(AttentionMetadata):
     tiers: Tiers | None = None  # where not all pages are resident
     max_query_len: int | None = None
     accounts: Accounts | None = None
+    replayed: bool = False
     lost: set[int] = field(default_factory=set)  # blocks that couldn't be had in this step
 
     def count_votes(self, chosen: torch.Tensor) -> torch.Tensor:
@@ -131,10 +134,20 @@ class KTXMetadata(AttentionMetadata):
 class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
     """Plans each step on the host from block tables and lengths.
 
-    A plan isn't part of a CUDA graph, so attention runs between the graphs of the other layers' parts.
+    Without `ktx.cudagraph: full` attention runs between the CUDA graphs of the other layers' parts. With it, steps of
+    one token a row are replayed whole: what their plan says goes to where the captured kernels read it.
     """
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        if ktx_config(vllm_config).cudagraph != "full":
+            return AttentionCGSupport.NEVER
+        mode = vllm_config.compilation_config.cudagraph_mode
+        if mode is None or mode.decode_mode() != CUDAGraphMode.FULL:
+            logger.warning(
+                "KTX: ktx.cudagraph='full' does nothing with vLLM's cudagraph_mode %s (--enforce-eager?)", mode
+            )
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -174,6 +187,7 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         self._sparse_layers = [i for i in map(layer_index, layer_names) if i >= config.dense_layers]
         self._device_slots: DeviceSlots | None = None
         self._accounts: Accounts | None = None
+        self._captured: dict[int, tuple[int, torch.Tensor | None]] = {}  # rows of graphs: the table's address, arrays
         if device.type == "cuda" if config.self_check is None else config.self_check:
             self._check_kernels(layers[layer_names[0]].impl)
 
@@ -197,6 +211,7 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
             capacity = open_capacity(self.vllm_config, self.layout, num_blocks)
             self._open_pages = OpenPages(num_blocks, capacity, size, residual, draft_tokens(self.vllm_config))
             self._device_slots = None
+            self._captured.clear()
             if self.tier_plan.overcommit > 1:
                 self._open_tiers(context, num_blocks)
         return self._open_pages
@@ -226,6 +241,14 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         tiers = self.tiers or self.device_tiers
         return set() if tiers is None else tiers.take_faults()
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> KTXMetadata:
+        """A step without requests, whose kernels will find any later step of so many rows, of a token each, in the same
+        places."""
+        rows, table = common_attn_metadata.num_reqs, common_attn_metadata.block_table_tensor
+        self.bind()
+        self._captured[rows] = table.data_ptr(), self._captured.get(rows, (0, None))[1]
+        return self.build(0, common_attn_metadata)
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> KTXMetadata:
@@ -253,7 +276,12 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
                 context = np.where(lost, 0, context)  # vLLM computes these rows again
         if self.counts_steps and not (host_table is not None and host_table.dummy):
             STATS.record_step(cu_q, context, pages.take_stats())
-        sparse, audit, context_pages = self._sparse_step(cu_q, context)
+        rows = len(context)
+        replayed = rows in self._captured and common.num_actual_tokens == rows and int(np.diff(cu_q).max()) <= 1
+        if replayed:  # which rows choose is found on the device
+            sparse, audit, context_pages = self.sparse, None, -(-context.astype(np.int64) // self.layout.page_size)
+        else:
+            sparse, audit, context_pages = self._sparse_step(cu_q, context)
         arrays = {"cu_q": (cu_q,), "context": (context,), "context_pages": (context_pages,), **_plan_columns(plan)}
         if self.device_tiers is not None and (places := self.device_tiers.changes()) is not None:
             arrays["places"] = places
@@ -261,7 +289,7 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
             parts: dict[str, Any] = {name: tuple(map(torch.from_numpy, columns)) for name, columns in arrays.items()}
             parts |= {"block_table": device_table, "open_slot": torch.from_numpy(pages.slot_of)}
         else:
-            parts = self._send_step(common, pages, arrays, context, sparse is not None)
+            parts = self._send_step(common, pages, arrays, context, sparse is not None, replayed)
         if (moved := parts.pop("places", None)) is not None and self.device_tiers is not None:
             self.device_tiers.apply(*moved)
         parts |= {name: parts[name][0] for name in ("cu_q", "context", "context_pages")}
@@ -273,8 +301,12 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
             tiers=self.tiers,
             sparse=sparse,
             audit=audit,
+            replayed=replayed,
             **parts,
         )
+        if replayed:
+            self._settle(meta)
+            STATS.attention_calls += 0 if table.dummy else len(self.layer_names)
         if self.tiers is not None and (unplaced := self.tiers.take_unplaced()):
             self.tiers.note_faults(unplaced)
             meta.drop_context(unplaced)
@@ -291,8 +323,38 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         layers = self.vllm_config.model_config.get_total_num_hidden_layers()
         return sparse, self.audit.next_turn(min(AUDITED_LAYERS, layers)), pages
 
+    def _settle(self, meta: KTXMetadata) -> None:
+        """What a graph doesn't hold of a step: pages evicted and reopened, seldom and in any number."""
+        context = self.vllm_config.compilation_config.static_forward_context
+        if meta.evict is not None or meta.reopen is not None:
+            for name in self.layer_names:
+                context[name].impl.settle(context[name].kv_cache, meta)
+        meta.evict = meta.reopen = None
+
+    def warm_up(self, width: int) -> None:
+        """Compiles all that these layers' steps can launch, with block tables of up to `width` pages: Triton would do
+        it when a step first launches it, for seconds in the middle of serving."""
+        from .triton.warmup import warm_up
+
+        impls = [self.vllm_config.compilation_config.static_forward_context[name].impl for name in self.layer_names]
+        sparse, tokens = self._sparse_layers and self.sparse, self.vllm_config.scheduler_config.max_num_batched_tokens
+        start, count = time.perf_counter(), 0
+        logger.info("KTX: compiling kernels for format %s and up to %d pages", self.layout.fmt.name, width)
+        for impl in {(impl.num_heads, impl.softcap): impl for impl in impls}.values():
+            count += warm_up(
+                impl.kernels, self.layout, impl.num_heads, impl.model_dtype, width, tokens, sparse or None,
+                impl.softcap, self.audit.rate > 0, impl.pages,
+            )  # fmt: skip
+        logger.info("KTX: %d kernels are ready, after %.1f s", count, time.perf_counter() - start)
+
     def _send_step(
-        self, common: CommonAttentionMetadata, pages: OpenPages, arrays: dict[str, tuple], context: Any, sparse: bool
+        self,
+        common: CommonAttentionMetadata,
+        pages: OpenPages,
+        arrays: dict[str, tuple],
+        context: Any,
+        sparse: bool,
+        replayed: bool,
     ) -> dict[str, Any]:
         """The step's arrays as tensors on the device, and what else its metadata has there."""
         device = common.block_table_tensor.device
@@ -300,18 +362,43 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
             self._device_slots = DeviceSlots(len(pages.slot_of), device)
             self._accounts = Accounts(self._sparse_layers, self.layout.num_kv_heads, device)
             ON_DEVICE.add(self._accounts)
+            if device.type == "cuda":
+                self.warm_up(common.block_table_tensor.shape[1])
         assert self._accounts is not None
         arrays = {**arrays, "changed": self._device_slots.changes(pages.slot_of)}
-        sent = iter(send([column for columns in arrays.values() for column in columns], device))
+        lasting = None
+        if replayed:
+            arrays, lasting = self._lasting(arrays, common)
+        sent = iter(send([column for columns in arrays.values() for column in columns], device, lasting))
         parts: dict[str, Any] = {name: tuple(next(sent) for _ in columns) for name, columns in arrays.items()}
         self._device_slots.apply(*parts.pop("changed"))
-        self._accounts.begin_step(parts["context_pages"][0] if sparse else None)
-        # Kernels' grids follow from the table's width: a power of two makes few of them.
-        used = -(-int(context.max(initial=1)) // self.layout.page_size)
-        width = max(MIN_WIDTH, 1 << (used - 1).bit_length())
+        self._accounts.begin_step(parts["context_pages"][0] if sparse else None, replayed)
+        used, most = -(-int(context.max(initial=1)) // self.layout.page_size), common.block_table_tensor.shape[1]
+        width = most if replayed else table_width(used, most)
         parts["block_table"] = common.block_table_tensor[: len(context), :width]
         parts |= {"open_slot": self._device_slots.tensor, "accounts": self._accounts}
-        return {**parts, "max_query_len": common.max_query_len}
+        return {**parts, "max_query_len": 1 if replayed else common.max_query_len}
+
+    def _lasting(
+        self, arrays: dict[str, tuple], common: CommonAttentionMetadata
+    ) -> tuple[dict[str, tuple], torch.Tensor]:
+        """The arrays of a step of one token a row, those that captured kernels read first and as long as in any such
+        step, and the memory where those kernels read them."""
+        rows, table = common.num_reqs, common.block_table_tensor
+        address, memory = self._captured[rows]
+        if address != table.data_ptr():
+            raise RuntimeError(f"KTX: vLLM's block table of {rows} rows isn't where it was when its graph was captured")
+        first = {"cu_q": arrays["cu_q"], "context": arrays["context"]}
+        for name in ("append", "seal_open"):
+            columns = arrays[name] or tuple(np.empty(0, kind) for kind in _COLUMNS[name])
+            if len(columns[0]) > rows or arrays["seal_fresh"]:
+                raise RuntimeError(f"KTX: a step of {rows} tokens has {len(columns[0])} entries of {name}")
+            first[name] = tuple(np.pad(column, (0, rows - len(column)), constant_values=-1) for column in columns)
+        if memory is None:
+            size = room([column for columns in first.values() for column in columns])[-1]
+            memory = torch.empty(size, dtype=torch.uint8, device=table.device)
+            self._captured[rows] = address, memory
+        return {**first, **{name: columns for name, columns in arrays.items() if name not in first}}, memory
 
 
 # Columns of each part of a plan, as the kernels take them.

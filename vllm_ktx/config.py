@@ -86,6 +86,7 @@ class KtxConfig:
     kernels: `auto` (on CUDA `triton`, else native where it was built), `native` (or fail), `torch` (slow; for
         comparison), `triton` (CUDA, or Triton's interpreter).
     prefill_kernel: what attends a chunk's blocks of 64 queries on CUDA: `triton`, `xformers` (or fail), or `auto`.
+    cudagraph: what CUDA graphs of decode steps hold: `piecewise`, all but attention, or `full`, attention too (CUDA).
     attention: `sparse` or `dense`; unset: sparse, except for format `none`, whose pages have no headers to rank.
     window, sinks, scoring, select, coverage, top_k, global_ratio, min_pages, max_pages, share: which pages a query
         reads, see `SparseSettings`; unset: its defaults, scoring by headers where keys have no scales per channel.
@@ -114,6 +115,7 @@ class KtxConfig:
     residual_pages: int | None = None
     kernels: str = "auto"
     prefill_kernel: str = "auto"
+    cudagraph: str = "piecewise"
     attention: str | None = None
     window: int | None = None
     sinks: int | None = None
@@ -145,6 +147,7 @@ class KtxConfig:
         _choice("value_scale", self.value_scale, (*SCALE_METHODS, None))
         _choice("kernels", self.kernels, ("auto", "native", "torch", "triton"))
         _choice("prefill_kernel", self.prefill_kernel, ("auto", "triton", "xformers"))
+        _choice("cudagraph", self.cudagraph, ("piecewise", "full"))
         for name in ("rotate_keys", "rotate_values", "self_check"):
             if getattr(self, name) not in (None, True, False):
                 raise ValueError(f"ktx.{name}={getattr(self, name)!r}: use true or false")
@@ -158,6 +161,11 @@ class KtxConfig:
         rate = self.audit_rate
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate <= 1:
             raise ValueError(f"ktx.audit_rate={rate!r}: use a number from 0 to 1")
+        if rate and self.cudagraph == "full":
+            raise ValueError(
+                f"ktx.audit_rate={rate!r}: a step in a CUDA graph can't be computed densely as well: set it to 0, or "
+                "ktx.cudagraph to 'piecewise'"
+            )
         self._check_tiers()
 
     def _check_tiers(self) -> None:

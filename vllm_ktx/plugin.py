@@ -82,6 +82,8 @@ def unsupported(vllm_config: Any) -> list[str]:
         reasons.append("ktx.weights='prefetch' copies weights to a GPU, and this is vLLM's CPU platform: leave it out")
     if current_platform.is_cpu() and ktx_config(vllm_config).prefill_kernel == "xformers":
         reasons.append("ktx.prefill_kernel='xformers' runs on CUDA, and this is vLLM's CPU platform: leave it out")
+    if current_platform.is_cpu() and ktx_config(vllm_config).cudagraph == "full":
+        reasons.append("ktx.cudagraph='full' is for CUDA, and this is vLLM's CPU platform: leave it out")
     if not current_platform.is_cpu():
         reasons += unsupported_on_device(vllm_config, ktx_config(vllm_config), current_platform)
     if model.is_encoder_decoder:
@@ -145,6 +147,11 @@ def unsupported_on_device(vllm_config: Any, config: KtxConfig, platform: Any) ->
         reasons.append(
             f"steps are planned before the drafts of the last one are checked (speculative method "
             f"{vllm_config.speculative_config.method!r} with async scheduling): use --no-async-scheduling"
+        )
+    if vllm_config.speculative_config is not None and config.cudagraph == "full":
+        reasons.append(
+            f"ktx.cudagraph='full' captures steps of one token a row, and drafts (speculative method "
+            f"{vllm_config.speculative_config.method!r}) make them longer: leave one of the two out"
         )
     parallel = vllm_config.parallel_config
     if parallel.enable_dbo:

@@ -27,7 +27,8 @@ from vllm_ktx.kv_quant import PageLayout
 from ..selection import SparseSettings
 from .device_pages import DevicePages
 from .launch import TritonKernels
-from .xformers_prefill import Functions, XformersPrefill
+from .warmup import empty, shapes_only, step_inputs, write
+from .xformers_prefill import XformersPrefill
 
 # Compute capability -> cards, and shared memory that one thread block may use (CUDA programming guide, table of
 # technical specifications by compute capability), in bytes.
@@ -54,13 +55,15 @@ class Recorded:
         options = {"enable_fp_fusion": True, **{name: given.pop(name) for name in _OPTIONS if name in given}}
         signature, constants, attributes = {}, {}, {}
         values = {**dict(zip(kernel.arg_names, args, strict=False)), **given}
-        for i, name in enumerate(kernel.arg_names):
+        for i, parameter in enumerate(kernel.params):
+            name, varies = parameter.name, parameter.do_not_specialize
             value = values[name]
-            constant = name in given or value is None or (isinstance(value, int) and value == 1)
+            constant = name in given or value is None or (isinstance(value, int) and value == 1 and not varies)
             signature[name] = "constexpr" if constant else _type_of(value)
+            aligned = isinstance(value, torch.Tensor) and not parameter.do_not_specialize_on_alignment
             if constant:
                 constants[(i,)] = given[name] if name in given else value
-            elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            elif aligned or (isinstance(value, int) and value % 16 == 0 and not varies):
                 attributes[(i,)] = [["tt.divisibility", 16]]
         label = kernel.__name__ + "".join(f" {flag}" for flag in _LABELLED if given.get(flag))
         label += f" x{given['SAMPLES']}" if "SAMPLES" in given else ""
@@ -124,47 +127,17 @@ def record(
         launch = Recorded.of(kernel, args, given)
         found.setdefault(launch.label, launch)
 
-    kernels, step = TritonKernels(launch=keep), _step(layout, q_heads, dtype, sparse, tokens, rows, max_pages)
-    k, v, some = step["k"], step["v"], _empty(8)
-    headers = _empty(len(step["payload"]), layout.header_bytes, kind=torch.uint8)
-    strides = k.stride(0), k.stride(1)
-    kernels.seal(layout, k, v, _empty(8, kind=torch.int64), some, headers, step["payload"], None, *strides)
-    kernels.append(layout, k, v, some, some, some, step["open_pages"])
+    kernels, step = TritonKernels(launch=keep), step_inputs(layout, q_heads, dtype, sparse, tokens, rows, max_pages)
     payload = step["payload"]
-    planes = _empty(len(payload), layout.scoring_bytes, kind=torch.uint8)
-    home = _empty(len(payload)) if with_disk else None
+    planes = empty(len(payload), layout.scoring_bytes, kind=torch.uint8)
+    home = empty(len(payload)) if with_disk else None
     pages = DevicePages(layout, payload[: len(payload) // 4], payload, None if with_disk else planes, home=home)
-    pages.seal(kernels, layout, k, v, _empty(8, kind=torch.int64), some, headers, *strides)
-    pages.read(kernels, _empty(8, kind=torch.int64))
-    for prefill in (None, XformersPrefill(_shapes_only()))[: 1 if sparse is None else 2]:
+    for where in (None, pages):
+        write(kernels, layout, step, where)
+    for prefill in (None, XformersPrefill(shapes_only()))[: 1 if sparse is None else 2]:
         for residency in (None, pages):
             TritonKernels(launch=keep, prefill=prefill).attention(layout, residency=residency, **step)
     return list(found.values())
-
-
-def _empty(*size: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.empty(size, dtype=kind, device="meta")
-
-
-def _step(
-    layout: PageLayout, q_heads: int, dtype: torch.dtype, sparse: SparseSettings | None, tokens: int, rows: int,
-    max_pages: int,
-) -> dict[str, Any]:  # fmt: skip
-    """What `TritonKernels.attention` takes for a step of `rows` rows and `tokens` tokens, without memory."""
-    heads, dim, blocks = layout.num_kv_heads, layout.head_dim, 2 * max_pages
-    qkv = _empty(tokens, q_heads + 2 * heads, dim, kind=dtype)
-    q, k, v = qkv.split((q_heads, heads, heads), 1)
-    account: dict[str, Any] = {}
-    if sparse is not None:
-        dropped, depth = (_empty(tokens, heads, kind=torch.float32) for _ in range(2))
-        account = {"sparse": sparse, "dropped": dropped, "depth": depth, "pages_read": _empty(tokens, heads)}
-        account["headers"] = _empty(blocks, layout.header_bytes, kind=torch.uint8)
-    return {
-        "q": q, "k": k, "v": v, "out": _empty(tokens, q_heads, dim, kind=dtype), "cu_q": _empty(rows + 1),
-        "context": _empty(rows), "block_table": _empty(rows, max_pages), "open_slot": _empty(blocks),
-        "payload": _empty(blocks, layout.payload_bytes, kind=torch.uint8),
-        "open_pages": _empty(64, 2, heads, layout.page_size, dim, kind=dtype), "scale": dim**-0.5, **account,
-    }  # fmt: skip
 
 
 class _Peak(TorchDispatchMode):
@@ -190,19 +163,10 @@ def workspace(
     layout: PageLayout, q_heads: int, dtype: torch.dtype, sparse: SparseSettings | None, tokens: int, max_pages: int
 ) -> int:
     """Most bytes of buffers that attention of one row of `tokens` tokens over up to `max_pages` pages holds at once."""
-    step = _step(layout, q_heads, dtype, sparse, tokens, 1, max_pages)
+    step = step_inputs(layout, q_heads, dtype, sparse, tokens, 1, max_pages)
     with _Peak() as held:
         TritonKernels(launch=lambda *args, **options: None).attention(layout, **step)
     return held.peak
-
-
-def _shapes_only() -> Functions:
-    """xformers' functions as far as shapes go."""
-
-    def attended(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.empty_like(q), q.new_empty(q.shape[0], *q.shape[2:4], q.shape[1], dtype=torch.float32)
-
-    return Functions(attended, attended, lambda outs, lses: (outs[0].float(), lses[0]))
 
 
 def compile_all(launches: list[Recorded], archs: tuple[int, ...] = tuple(ARCHS)) -> Iterator[Compiled]:

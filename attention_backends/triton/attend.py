@@ -27,7 +27,7 @@ from .pages import (
     to_natural,
     value_channels,
 )
-from .units import BLOCK, candidates, listed_page
+from .units import BLOCK, candidates, listed_page, step_jit
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def add_sealed(
     return keep, peak, total, sums * keep[:, None] + sealed_values(weights, q.dtype, page, head, t0, L)
 
 
-@triton.jit
+@step_jit
 def attend_split(
     q, k, v, stats, sums, cu_q, context, table, open_slot, payload_slot, payload, host, home, open_pages, units, totals,
     chosen, lengths, q_stride, kv_stride, table_stride, payload_stride, host_stride, open_stride, chosen_stride,
@@ -161,7 +161,7 @@ def attend_split(
         tl.store(to + L.dim, turned, mask=keep)
 
 
-@triton.jit
+@step_jit
 def merge_splits(
     out, lse, stats, sums, cu_q, units, totals, out_stride, lse_stride, first_unit, num_splits,
     SPLITS: tl.constexpr, HAS_LSE: tl.constexpr, L: tl.constexpr,
@@ -199,7 +199,7 @@ def merge_splits(
         tl.store(lse + token.to(tl.int64) * lse_stride + q_head, peak + tl.log2(total) / LOG2E)
 
 
-@triton.jit
+@step_jit
 def attend_blocks(
     q, k, v, out, lse, cu_q, context, table, open_slot, payload_slot, payload, host, home, open_pages, units, totals,
     chosen, lengths, q_stride, kv_stride, out_stride, lse_stride, table_stride, payload_stride, host_stride,

@@ -20,6 +20,7 @@ from vllm_ktx.kv_quant import SCALE_METHODS, KVFormat, PageLayout
 from ..cpu.abi import BY_CHANNEL, BY_TOKEN, METHODS, group_of
 
 MIN_ROWS = 16  # of a tensor core's tile
+MIN_WIDTH = 16  # of a step's block table, pages
 _SECTIONS = (
     "k_base", "k_scale", "k_min", "k_plane0", "k_plane1", "k_low", "v_base", "v_scale", "v_min", "v_codes"
 )  # fmt: skip
@@ -40,6 +41,12 @@ def _powers_of_two(name: str) -> bool:
 def power_of_two(value: int) -> int:
     """The smallest power of two that is at least `value`."""
     return 1 << max(0, value - 1).bit_length()
+
+
+def table_width(pages: int, most: int) -> int:
+    """Columns, of `most`, of the block table of a step whose longest row has `pages`. Kernels' grids and workspaces
+    follow from it: a power of two makes few of them."""
+    return min(max(MIN_WIDTH, power_of_two(pages)), most)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     kernel[grid](*args, **{"enable_fp_fusion": True, **options})
 
 
+def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+    """Has Triton compile what `launch` would run, and returns that. Tensors may be on torch's `meta` device."""
+    return kernel.warmup(*args, grid=grid, **{"enable_fp_fusion": True, **options})
+
+
 def sealing_warps(elements: int) -> int:
     """Warps that seal a page of so many elements without spilling: at most 64 of them a thread, 32 if there are few."""
     return 4 if elements <= 4096 else max(8, min(32, power_of_two(elements // 2048)))
@@ -304,7 +309,7 @@ class _Step:
         self.totals = self._new(2, dtype=torch.int32)
         self.launch(plan_units, (self.rows,),
             self.cu_q, self.rows, self.units, self.blocks, self.totals,
-            ROWS=min(1024, power_of_two(max(self.rows, 16))), SPARSE=not self.dense,
+            ROWS=256, SPARSE=not self.dense,
         )  # fmt: skip
 
     def _new(self, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -333,7 +338,7 @@ class _Step:
             self._attend_splits(first, units, stats, sums, choice, 0, lead, splits - lead, splits, True)
         self.launch(merge_splits, (units, self.q.shape[1]),
             self.out, self.lse, stats, sums, self.cu_q, self.units, self.totals, self.out.stride(0),
-            0 if self.lse is None else self.lse.stride(0), first, splits, SPLITS=power_of_two(splits),
+            0 if self.lse is None else self.lse.stride(0), first, splits, SPLITS=max(32, power_of_two(splits)),
             HAS_LSE=self.lse is not None, L=shape,
         )  # fmt: skip
 
@@ -406,8 +411,8 @@ class _Step:
         lengths = self._new(units, shape.heads, dtype=torch.int32)
         rank = self._new(units, shape.heads, stride)
         ranking = {
-            "R": rows, "SAMPLES": samples, "LEAD": power_of_two(max(lead, 1)), "N": wide, "SEARCH": 1024, "L": shape,
-            "num_warps": warps,
+            "R": rows, "SAMPLES": samples, "LEAD": max(16, power_of_two(lead)) if samples == 1 else 1, "N": wide,
+            "SEARCH": 1024, "L": shape, "num_warps": warps,
         }  # fmt: skip
         stats = known if stats is None else stats
         codes = variance

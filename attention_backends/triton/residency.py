@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .pages import home_of
-from .units import candidates
+from .units import candidates, step_jit
 
 DECODE = tl.constexpr(16)  # a row of more fresh tokens is a prompt
 AGED = tl.constexpr(16)  # steps without use after which a page may make room for a prompt's
@@ -31,7 +31,7 @@ FOUND = tl.constexpr(5)  # slots that the last round filled
 HITS, FETCHED, IN_PLACE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
-@triton.jit
+@step_jit
 def look_up(
     cu_q, context, table, open_slot, units, totals, chosen, lengths, slot_of, wanted, used, misses, clock, counts,
     table_stride, chosen_stride, first_unit, window, sink_pages, min_pages, num_slots,
@@ -72,7 +72,7 @@ def look_up(
     tl.store(misses + prompt * num_slots + place, block, mask=(missed > 0) & (place < num_slots))
 
 
-@triton.jit
+@step_jit
 def find_slots(
     slot_of, block_of, wanted, used, misses, fetched, clock, counts, num_slots, tick, N: tl.constexpr
 ):  # fmt: skip

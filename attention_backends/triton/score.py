@@ -26,7 +26,7 @@ from .pages import (
     soften,
     within,
 )
-from .units import BLOCK, candidates
+from .units import BLOCK, candidates, step_jit
 
 VARIANCE_FACTOR = tl.constexpr(0.7)  # `selection.pages.VARIANCE_FACTOR`
 
@@ -66,7 +66,7 @@ def log_sum(x, AXIS: tl.constexpr):
     return base + tl.log2(tl.sum(tl.exp2((x - wide) * LOG2E), AXIS)) / LOG2E
 
 
-@triton.jit
+@step_jit
 def score_headers(
     q, headers, mass, variance, cu_q, context, table, units, totals,
     q_stride, header_stride, table_stride, pages_stride, first_unit, window, sink_pages, min_pages, scale, softcap,
@@ -131,7 +131,7 @@ def token_moments(keys, token_stride, first, count, RUN: tl.constexpr, L: tl.con
     return channel, mean, tl.sum(away * away, 0) / count
 
 
-@triton.jit
+@step_jit
 def fresh_moments(
     k, moments, cu_q, units, totals, kv_stride,
     L: tl.constexpr,
@@ -147,7 +147,7 @@ def fresh_moments(
     tl.store(to + L.dim, variance, mask=real(channel, L))
 
 
-@triton.jit
+@step_jit
 def known_blocks(
     q, mass, variance, moments, known, cu_q, context, table, open_slot, open_pages, units, totals,
     q_stride, table_stride, open_stride, pages_stride, first_unit, window, sink_pages, min_pages, scale, softcap,
@@ -234,7 +234,7 @@ def fold_codes(x, page, head, t0, dtype: tl.constexpr, L: tl.constexpr):
     return folded.to(dtype), bias, tl.sum(folded * folded, 1) / 24
 
 
-@triton.jit
+@step_jit
 def probe_pages(
     q, payload, codes, lists, lengths, cu_q, table, payload_slot, units, totals,
     q_stride, table_stride, payload_stride, pages_stride, first_unit, scale, softcap,

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .pages import LOG2E
 from .score import log_add, log_mass, log_sum
-from .units import candidates
+from .units import candidates, step_jit
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def ramp(x, low, high):
     return tl.minimum(tl.maximum((x - low) / (high - low), 0.0), 1.0)
 
 
-@triton.jit
+@step_jit
 def rank_headers(
     mass, variance, known, stats, rank, lists, lengths, context, units, totals,
     pages_stride, num_splits, lead, first_unit, window, sink_pages, min_pages,
@@ -181,7 +181,7 @@ def enough(
     return (count >= least) & ((worst >= coverage) | (count >= most)), count, covered
 
 
-@triton.jit
+@step_jit
 def choose_pages(
     mass, variance, codes, known, stats, rank, shares, lists, chosen, lengths, dropped, pages_read, depth, handed, cu_q,
     context, units, totals, pages_stride, chosen_stride, handed_stride, num_splits, lead, first_unit,

@@ -17,6 +17,17 @@ import triton.language as tl
 
 BLOCK = tl.constexpr(64)  # queries of a block unit, `sparse_pages.BLOCK`
 
+# `triton.jit` for what steps launch. Triton compiles a kernel once more for each number that is 1 or divisible by 16,
+# and each pointer that isn't aligned to 16 bytes: not for those that differ from step to step or layer to layer.
+step_jit = triton.jit(
+    do_not_specialize=[
+        "rows", "first_unit", "window", "sink_pages", "min_pages", "max_pages", "least", "lead", "num_splits",
+        "base_split", "fresh_splits", "table_stride", "chosen_stride", "lse_stride", "num_slots", "num_units", "room",
+        "tick",
+    ],
+    do_not_specialize_on_alignment=["dropped", "pages_read", "depth", "counts", "chosen", "lengths"],
+)  # fmt: skip
+
 
 @triton.jit
 def counts_of(fresh, SPARSE: tl.constexpr):
@@ -29,7 +40,7 @@ def counts_of(fresh, SPARSE: tl.constexpr):
         return tl.where(fresh == 1, 1, 0), blocks
 
 
-@triton.jit
+@step_jit
 def plan_units(
     cu_q,  # int32 [rows + 1]
     rows,

@@ -40,7 +40,7 @@ from .pages import (
     value_channels,
     value_codes,
 )
-from .units import BLOCK, candidates
+from .units import BLOCK, candidates, step_jit
 
 QUERIES = int(BLOCK.value)
 BUFFER_BYTES = 128 << 20  # gathered tokens of the units that are attended at once
@@ -216,7 +216,7 @@ def move_sealed(page, head, t0, keys, values, at, keep, L: tl.constexpr):
     store_values(rounded(y, values.dtype.element_ty), values, at, value_channels(L), keep, L)
 
 
-@triton.jit
+@step_jit
 def gather_tokens(
     k, v, keys, values, counts, cu_q, context, table, open_slot, payload_slot, payload, host, home, open_pages, units,
     totals, chosen, lengths, kv_stride, table_stride, payload_stride, host_stride, open_stride, chosen_stride,
@@ -296,7 +296,7 @@ def block_tokens(cu_q, units, index):
     return token.to(tl.int64)
 
 
-@triton.jit
+@step_jit
 def gather_queries(q, queries, cu_q, units, totals, q_stride, first_unit, L: tl.constexpr):
     """A block unit's queries of one head to `queries` `[units, 64, query heads, D]`: grid (units, query heads)."""
     unit, q_head = tl.program_id(0), tl.program_id(1)
@@ -310,7 +310,7 @@ def gather_queries(q, queries, cu_q, units, totals, q_stride, first_unit, L: tl.
     tl.store(queries + to[:, None] + channel[None, :], x, mask=mask)
 
 
-@triton.jit
+@step_jit
 def scatter_blocks(
     merged, merged_lse, out, lse, cu_q, units, totals, out_stride, lse_stride, first_unit,
     HAS_LSE: tl.constexpr, L: tl.constexpr,

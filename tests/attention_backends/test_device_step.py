@@ -177,6 +177,33 @@ def test_dummy_steps_touch_nothing(device):
 
 
 @torch.inference_mode()
+def test_steps_that_a_graph_replays_read_nothing_either(device):
+    """They fill the same memory each time, by one copy, and evict and reopen outside the graph."""
+    dummy, inputs = device.batch(np.zeros_like(device.host), np.arange(2), [0, 0], [1, 1]), device.inputs(2)
+    with device.guard:
+        captured = device.builder.build_for_cudagraph_capture(dummy)
+        device.attend(captured, inputs)
+    launched = []
+    for step in [*STEPS[:-2], {"b": 1, "a": 1}, {"c": 1, "d": 1}, {"b": 1}]:
+        common, uploads = device.common(step), device.guard.uploads
+        inputs = device.inputs(common.num_actual_tokens)
+        del device.launched[:]
+        with device.guard:
+            meta = device.builder.build(0, common)
+            launched += [list(device.launched)] * meta.replayed
+            device.attend(meta, inputs)
+        assert device.guard.uploads == uploads + 1
+        assert meta.replayed == (set(step.values()) == {1} and len(step) == 2), "as many rows as were captured"
+        if meta.replayed:
+            for name in ("cu_q", "context", "append", "seal_open"):
+                ours, theirs = (tree_leaves(getattr(x, name)) for x in (meta, captured))
+                assert [x.untyped_storage()._cdata for x in ours] == [x.untyped_storage()._cdata for x in theirs], name
+                assert [x.shape for x in ours] == [x.shape for x in theirs]
+            assert meta.evict is meta.reopen is None and meta.sparse is not None and meta.audit is None
+    assert launched == [["seal_pages"] * 2] * 2, "evicted before the replay, in both layers"
+
+
+@torch.inference_mode()
 def test_another_cache_starts_with_an_empty_map(device):
     common = device.common({"a": 100})
     device.attend(device.builder.build(0, common), device.inputs(100))

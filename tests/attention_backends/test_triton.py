@@ -24,6 +24,7 @@ TARGET = aot.GPUTarget("cuda", 90, 32)
 PACKAGE = Path(aot.__file__).parent
 ROOT = Path(__file__).parents[2]
 KERNEL_TESTS = tuple(Path(__file__).with_name(f"test_triton_{name}.py") for name in ("kernels", "pages"))
+GRAPH_TESTS = Path(__file__).with_name("test_triton_graph.py")
 
 
 def in_the_interpreter(*options, tests=KERNEL_TESTS):
@@ -41,10 +42,14 @@ def test_kernels_match_the_oracle_in_the_interpreter():
     assert in_the_interpreter() >= 65
 
 
+def test_full_graphs_replay_eager_steps_in_the_interpreter():
+    assert in_the_interpreter(tests=[GRAPH_TESTS]) == 4
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_kernels_match_the_oracle_in_the_interpreter_over_wider_shapes():
-    assert in_the_interpreter("-m", "slow") >= 18
+    assert in_the_interpreter("-m", "slow", tests=[*KERNEL_TESTS, GRAPH_TESTS]) >= 21
 
 
 @pytest.mark.slow
@@ -58,7 +63,7 @@ V2_TESTS = ROOT / "tests" / "e2e" / "test_v2_runner.py"
 
 @pytest.mark.e2e
 def test_vllms_v2_runner_runs_the_same_steps():
-    assert in_the_interpreter(tests=[V2_TESTS]) == 2
+    assert in_the_interpreter(tests=[V2_TESTS]) == 4
 
 
 @pytest.mark.slow

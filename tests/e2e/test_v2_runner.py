@@ -4,6 +4,7 @@ process with TRITON_INTERPRET=1.
 """
 
 import os
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,12 +25,17 @@ def _with_triton():
 
 
 assert _with_triton()
+from triton.runtime.interpreter import InterpreterBuilder  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
+from vllm.config import CompilationConfig, CUDAGraphMode  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
+from vllm.v1.attention.backend import AttentionCGSupport  # noqa: E402
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager  # noqa: E402
 
 from tests.e2e.support import builder, engine, metric, prompts  # noqa: E402
 from tests.e2e.test_tiers import corrupt  # noqa: E402
-from vllm_ktx import _compat  # noqa: E402
+from vllm_ktx import _compat, plugin  # noqa: E402
+from vllm_ktx.attention_backends.cpu.native import CpuKernels  # noqa: E402
 from vllm_ktx.attention_backends.metadata import KTXMetadataBuilder  # noqa: E402
 from vllm_ktx.kv_quant import PageLayout, parse_format  # noqa: E402
 from vllm_ktx.metrics import snapshot  # noqa: E402
@@ -45,11 +51,12 @@ def steps(monkeypatch):
     build, seen = KTXMetadataBuilder.build, [0, 0]
 
     def checked(self, prefix, common, *rest):
-        table, rows = _compat.host_table(common), len(common.seq_lens)
+        table = _compat.host_table(common)
         counts = np.diff(common.query_start_loc_cpu.numpy())
         assert (common.query_start_loc_cpu == common.query_start_loc).all()
         meta = build(self, prefix, common, *rest)
         if table is not None:
+            rows = len(common.req_idx)  # others pad the batch
             assert (common.seq_lens_cpu_upper_bound == common.seq_lens).all()
             for row in range(rows):
                 used = -(-int(common.seq_lens[row]) // self.layout.page_size)
@@ -65,12 +72,22 @@ def steps(monkeypatch):
     return seen
 
 
+def capture(runner):
+    """As `capture_model` of vLLM's runner."""
+    runner.cudagraph_manager.capture(
+        runner.model, runner.model_state, runner.input_buffers, runner.intermediate_tensors, runner.block_tables,
+        runner.attn_groups, runner.kv_cache_config,
+    )  # fmt: skip
+
+
 def said(monkeypatch, runner, model, ktx, ids, options, tokens=24):
     """Tokens, their logprobs, and what KTX counted."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=1)
     before = snapshot()
     with engine(model, ktx, **(TIGHT | options)) as llm:
+        if ktx.get("cudagraph") == "full":
+            capture(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner)
         outs = llm.generate(prompts(*ids), params, use_tqdm=False)
         outs += llm.generate(prompts(*ids[:2]), params, use_tqdm=False)  # their pages are cached
         preempted = metric(llm, "vllm:num_preemptions")
@@ -86,7 +103,6 @@ IDS = [[i * i % m + 5 for i in range(n)] for m, n in ((90, 70), (97, 390), (89, 
 
 
 def test_v2_runs_the_same_steps_as_v1(retrieval_small, monkeypatch, steps):
-    """Not with drafts: vLLM's own kernel that checks them doesn't run in the interpreter."""
     ktx = SPARSE | {"format": {"default": "k4v4", "layers": {"1": "k8v8"}}}  # two builders
     few = {"num_gpu_blocks_override": 17}  # blocks for all at once
     tokens, logprobs, counted, preempted = said(monkeypatch, "0", retrieval_small, ktx, IDS, few)
@@ -122,6 +138,88 @@ def test_lost_pages_are_computed_again_under_v2_too(retrieval_small, monkeypatch
                 gained = {name: value - before[name] for name, value in snapshot().items()}
                 assert gained["tier_corrupt"] > 0 and gained["tier_faults"] > 0
     assert said[0] == said[1] == said[2]
+
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def test_drafts_are_checked_alike(retrieval_small, monkeypatch, steps):
+    for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):  # the n-gram kernel's are integers here
+        method = getattr(InterpreterBuilder, name)
+
+        def boolean(builder, *args, method=method, at=place):
+            args[at].data = args[at].data.astype(bool)
+            return method(builder, *args)
+
+        monkeypatch.setattr(InterpreterBuilder, name, boolean)
+    ids = [[5, 6, 7, 8] * 30, *IDS[:2]]
+    plain = said(monkeypatch, "0", retrieval_small, SPARSE, ids, {})
+    drafts = {"async_scheduling": False, "speculative_config": DRAFTS}
+    v1 = said(monkeypatch, "0", retrieval_small, SPARSE, ids, drafts)
+    v2 = said(monkeypatch, "1", retrieval_small, SPARSE, ids, drafts)
+    assert v2[0] == v1[0] == plain[0] and v2[1] == pytest.approx(v1[1], abs=1e-4)
+    for name in ("steps", "appended_tokens", "sealed", "sparse_rows", "sparse_pages_read"):
+        assert v2[2][name] == v1[2][name] > 0, name
+    assert v2[2]["steps"] < plain[2]["steps"], "drafts were taken"
+    assert v2[2]["appended_tokens"] > plain[2]["appended_tokens"], "and others not"
+
+
+@pytest.fixture
+def full_graphs(monkeypatch):
+    """vLLM captures decode steps of 1, 2 and 4 rows whole and replays them, in place of a CUDA graph by running the
+    model again on what lasts from the capture: metadata, and tensors at their addresses. Steps replayed, by rows."""
+    replayed = Counter()
+
+    def capture(self, make_forward, *_):
+        for desc in self._capture_descs[CUDAGraphMode.FULL]:
+            make_forward(desc, warmup=True)(CUDAGraphMode.NONE)
+            self.graphs[desc] = make_forward(desc, warmup=False)
+        self._graphs_captured = True
+
+    def replay(self, desc):
+        replayed[desc.num_reqs] += 1
+        self.graphs[desc](CUDAGraphMode.NONE)
+
+    def resolve(config, support, *_, **__):
+        asked = support == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY if asked else CUDAGraphMode.NONE
+        config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = [1, 2, 4], 4
+        return config.cudagraph_mode
+
+    def skipping(method, columns):
+        """The native kernels take no padded lists, Triton's do."""
+
+        def call(self, layout, k, v, *args, **more):
+            keep = args[1] >= 0
+            return method(self, layout, k, v, *(x[keep] for x in args[:columns]), *args[columns:], **more)
+
+        return call
+
+    monkeypatch.setattr(CudaGraphManager, "capture", capture)
+    monkeypatch.setattr(CudaGraphManager, "run_fullgraph", replay)
+    monkeypatch.setattr(CompilationConfig, "resolve_cudagraph_mode_and_sizes", resolve)
+    monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda platform: None)
+    monkeypatch.setattr(plugin, "unsupported", lambda config: [])  # of which there is only the CPU
+    monkeypatch.setattr(CpuKernels, "append", skipping(CpuKernels.append, 3))
+    monkeypatch.setattr(CpuKernels, "seal", skipping(CpuKernels.seal, 2))
+    return replayed
+
+
+def test_full_graphs_run_the_same_steps(retrieval_small, monkeypatch, steps, full_graphs):
+    ktx = SPARSE | {"format": {"default": "k4v4", "layers": {"1": "k8v8"}}, "audit_rate": 0.0}
+    few = {"num_gpu_blocks_override": 17}
+    tokens, logprobs, counted, preempted = said(monkeypatch, "0", retrieval_small, ktx, IDS, few)
+    assert not full_graphs
+    ktx["cudagraph"] = "full"
+    replayed = said(monkeypatch, "1", retrieval_small, ktx, IDS, few)
+    assert replayed[0] == tokens and replayed[1] == pytest.approx(logprobs, abs=1e-4)
+    assert replayed[3] == preempted > 0
+    assert set(full_graphs) == {1, 2, 4} and sum(full_graphs.values()) > 40
+    exact = ("steps", "prefill_tokens", "decode_tokens", "context_tokens", "appended_tokens", "sealed", "sparse_rows")
+    for name in (*exact, "sparse_pages_read"):
+        assert replayed[2][name] == counted[name] > 0, name
+    assert replayed[2]["attention_calls"] == counted["attention_calls"] + 2, "those of the dummy run"
+    assert replayed[2]["dropped_mass"] == pytest.approx(counted["dropped_mass"], rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.slow

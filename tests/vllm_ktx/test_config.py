@@ -36,6 +36,8 @@ def test_everything_has_a_default():
             {"prefill_kernel": "xformer"},
             "ktx.prefill_kernel='xformer': use one of auto, triton.*did you mean 'xformers'",
         ),
+        ({"cudagraph": "none"}, "ktx.cudagraph='none': use one of piecewise, full"),
+        ({"cudagraph": "full", "audit_rate": 0.1}, "ktx.audit_rate=0.1: a step in a CUDA graph .* to 'piecewise'"),
         ({"key_scale": "per_chanel"}, "ktx.key_scale='per_chanel'.*did you mean 'per_channel'"),
         ({"rotate_keys": "yes"}, "ktx.rotate_keys='yes': use true or false"),
         ({"scale_bits": 4}, "ktx.scale_bits=4: use one of 16, 8"),

@@ -53,6 +53,7 @@ def test_prefetched_weights_are_vllms_own_offload():
     [
         ({"weights": "prefetch"}, "ktx.weights='prefetch' copies weights to a GPU"),
         ({"prefill_kernel": "xformers"}, "ktx.prefill_kernel='xformers' runs on CUDA"),
+        ({"cudagraph": "full"}, "ktx.cudagraph='full' is for CUDA"),
     ],
 )
 def test_what_needs_a_gpu_is_refused_on_cpu(setting, reason, retrieval_small):

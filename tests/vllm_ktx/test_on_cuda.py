@@ -44,6 +44,7 @@ def compiled(monkeypatch):
         ({"key_scale": "per_head", "rotate_keys": True, "scoring": "header"}, {"cache_dtype": "bfloat16"}),
         ({}, {"speculative": "ngram", "async_scheduling": False}),
         ({"host_gib": 4, "disk_gib": 4, "disk_dir": "/tmp"}, {}),
+        ({"cudagraph": "full"}, {}),
     ],
 )
 def test_served(ktx, options):
@@ -57,6 +58,12 @@ def test_served(ktx, options):
         ({"kernels": "torch"}, {}, "ktx.kernels='torch'", "leave it out"),
         ({}, {"v2": False}, "V2 model runner", "unset VLLM_USE_V2_MODEL_RUNNER"),
         ({}, {"speculative": "ngram_gpu"}, "'ngram_gpu' with async scheduling", "--no-async-scheduling"),
+        (
+            {"cudagraph": "full"},
+            {"speculative": "ngram", "async_scheduling": False},
+            "steps of one token a row",
+            "leave one of the two out",
+        ),
         ({}, {"dbo": True}, "dual batch overlap", "leave --enable-dbo out"),
         ({}, {"pcp": 2}, "prefill context parallelism", "leave it out"),
     ],
