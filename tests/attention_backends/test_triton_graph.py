@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 from tests.attention_backends import test_device_step
 from vllm_ktx import metrics
 from vllm_ktx.attention_backends import ktx, metadata
+from vllm_ktx.attention_backends.device_step import Accounts
 from vllm_ktx.attention_backends.triton.launch import TritonKernels, launch
 from vllm_ktx.kv_quant import KVCacheQuantizer
 
@@ -242,6 +243,7 @@ RUNS = [pytest.param(settings, *run, marks=slow) for settings in SETTINGS for ru
 def test_replayed_steps_are_eager_steps(config, monkeypatch, settings, seed, steps):
     running = []  # kernels for layers of the path that is made
     monkeypatch.setattr(ktx, "kernels_for", lambda *args: running[-1])
+    monkeypatch.setattr(Accounts, "EVERY", 1000)  # told path by path, at the end
     paths = [
         Layers(config, settings, (), running),
         Layers(config, settings | {"cudagraph": "full"}, (1, 2, 4), running),
@@ -271,7 +273,7 @@ def test_replayed_steps_are_eager_steps(config, monkeypatch, settings, seed, ste
     assert all(done[name] for name in ("replayed", "padded", "sealed", "settled")), done
     assert settings.get("attention") == "dense" or (done["chosen"] and done["short"]), done
     counts = []
-    metrics.ON_DEVICE.clear()  # counted path by path
+    metrics.ON_DEVICE.clear()
     for path in paths:
         before = metrics.snapshot()
         path.builder._accounts.flush()
