@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from vllm_ktx.attention_backends import reference
 from vllm_ktx.attention_backends.device_tiers import pinned, unpin
@@ -399,6 +400,7 @@ def measure_all(seconds: float) -> dict[str, Any]:
         "capability": f"{device.major}.{device.minor}",
         "memory_cap_gb": CAP_BYTES / 1e9,
         "torch": torch.__version__,
+        "triton": triton.__version__,
         "checks": {
             f"{shape.name} {tokens}": correctness("cuda", shape, 4000, tokens, SMALL)
             for shape in (llama, qwen)

@@ -51,14 +51,14 @@ class Blocking:
     split_stages: int = 3
     block_rows: int = 64  # rows (queries x heads) of a prefill program
     block_warps: int = 8
-    block_tile: int = 32  # tokens that it multiplies at once
+    block_tile: int = 64  # tokens that it multiplies at once
     scan_pages: int = 64  # pages whose headers one program scores
 
     @classmethod
     def of(cls, shape: Geometry) -> Blocking:
         """What registers hold: half the rows for heads twice as wide, for float32, for scales by groups of channels."""
         if shape.dim <= 128 and not shape.exact:
-            return cls(block_rows=32) if shape.channel_groups else cls()
+            return cls(block_rows=32, block_tile=32) if shape.channel_groups else cls()
         warps, rows = (16, 16) if shape.channel_groups else (8, 32)
         return cls(split_warps=warps, split_stages=2, block_rows=rows, block_tile=16, scan_pages=16)
 
@@ -406,7 +406,7 @@ class _Step:
                 CAP=self.softcap > 0, HAS_FRESH=self.k is not None, L=shape, num_warps=4 if shape.dim <= 128 else 8,
             )  # fmt: skip
         rows = power_of_two(shape.group) * samples
-        wide = max(16, min(1024, 4096 // rows))  # pages that a ranking step holds for all rows
+        wide = max(16, min(512, 2048 // rows))  # pages that a ranking step holds for all rows
         lists = self._new(units, shape.heads, stride, dtype=torch.int32)
         lengths = self._new(units, shape.heads, dtype=torch.int32)
         rank = self._new(units, shape.heads, stride)
@@ -441,7 +441,7 @@ class _Step:
             -1 if fixed else settings.min_pages, JOIN=settings.scoring != "header", HAND_OUT=self.handed is not None,
             HAS_DROPPED=self.dropped is not None, HAS_READ=self.pages_read is not None,
             HAS_DEPTH=self.depth is not None, G=power_of_two(shape.group),
-            **ranking,
+            **ranking, maxnreg=255,  # else ptxas spills to fit more blocks
         )  # fmt: skip
         return chosen, lengths
 
