@@ -213,7 +213,7 @@ def known_blocks(
             keep = (n < before)[:, None] & real(channel[None, :], L)
             mean = tl.load(moments + at[:, None] * (2 * L.dim) + channel[None, :], mask=keep, other=0.0)
             var = tl.load(moments + at[:, None] * (2 * L.dim) + L.dim + channel[None, :], mask=keep, other=0.0)
-            a = soften(tl.dot(x, tl.trans(mean)), softcap, CAP)
+            a = soften(tl.dot(x, tl.trans(mean), input_precision="tf32x3"), softcap, CAP)
             estimate = log_mass(a, tl.dot(squares, tl.trans(var)), log_block)
             sums = log_add(sums, log_sum(tl.where((n < before)[None, :], estimate, float("-inf")), 1))
     tl.store(known + (unit * L.heads + head) * (L.group * SAMPLES) + r, sums)
