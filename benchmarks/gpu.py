@@ -26,10 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from vllm_ktx.attention_backends import reference
 from vllm_ktx.attention_backends.device_tiers import pinned, unpin
 from vllm_ktx.attention_backends.selection import SparseSettings
+from vllm_ktx.attention_backends.self_check import LIMITS, KernelError, self_check
 from vllm_ktx.attention_backends.sparse_pages import sparse_attention_reference
 from vllm_ktx.attention_backends.triton import aot
 from vllm_ktx.attention_backends.triton.device_pages import WORD, DevicePages
@@ -43,7 +45,8 @@ from .problem import SHAPES, Problem, Shape, fill_pages, make_problem
 DEVICE, DTYPE = "cuda", torch.bfloat16
 CAP_BYTES = 24 * 10**9
 CONTEXTS = (8192, 32768, 131072, 1 << 20)
-SMALL, WRONG = SparseSettings(window=512, max_pages=16), 0.01  # settings of the checks, relative error that fails them
+SMALL, WRONG = SparseSettings(window=512, max_pages=16), LIMITS[DTYPE]  # settings of checks, error that fails them
+CHECKED = (("k4v4", 128, 64), ("k4v4", 64, 32), ("k8v4", 128, 64), ("none", 64, 64), ("none", 128, 64))  # and page size
 CHUNK = 8192  # fresh tokens of a prefill step
 # Of Llama-3.1-8B in the default format; --wide adds head sizes, formats and, for what reads and writes them, scales.
 NARROW = (("k4v4", 128, {}),)
@@ -67,7 +70,7 @@ def compile_table(wide: bool, archs: tuple[int, ...] = tuple(aot.ARCHS)) -> list
             launches = [launch for launch in launches if launch.label.startswith(SCALED)]
         label = " ".join((name, *map(str, scales.values())))
         for built in aot.compile_all(launches, archs):
-            rows.append({"format": label, "head_dim": dim, **dataclasses.asdict(built)})
+            rows.append({"triton": triton.__version__, "format": label, "head_dim": dim, **dataclasses.asdict(built)})
             print("{format} {head_dim} {label}: sm_{arch}, {registers} registers, {shared} B shared, {spills} B "
                   "spilled".format(**rows[-1]), file=sys.stderr)  # fmt: skip
     return rows
@@ -387,8 +390,22 @@ def paged_row(shape: Shape, context: int, settings: SparseSettings) -> dict[str,
     return row
 
 
-def measure_all(seconds: float) -> dict[str, Any]:
-    """Checks, ceilings and steps; leaves out what no longer fits `seconds`, and says so."""
+def checks(device: str, dtype: torch.dtype = DTYPE) -> dict[str, Any]:
+    """Sealing, appending, attending, pages in host memory against the oracles, by format: errors, or what is wrong."""
+    found: dict[str, Any] = {}
+    for name, dim, size in CHECKED:
+        layout = PageLayout(parse_format(name), size, 2, dim)
+        sparse = SparseSettings() if layout.fmt.quantized else None
+        try:
+            errors = self_check(TritonKernels(), layout, 8, dtype, torch.device(device), sparse, 0.0, True)
+        except (KernelError, RuntimeError) as error:
+            errors = {"error": str(error)}
+        found[f"{name} {dim} pages of {size}"] = errors
+    return found
+
+
+def measure_all(seconds: float, save: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
+    """Checks, ceilings and steps; leaves out what no longer fits `seconds`, and says so. `save`s after each section."""
     start = time.perf_counter()
     device = torch.cuda.get_device_properties(0)
     torch.cuda.set_per_process_memory_fraction(min(1.0, CAP_BYTES / device.total_memory))
@@ -399,20 +416,27 @@ def measure_all(seconds: float) -> dict[str, Any]:
         "capability": f"{device.major}.{device.minor}",
         "memory_cap_gb": CAP_BYTES / 1e9,
         "torch": torch.__version__,
-        "checks": {
-            f"{shape.name} {tokens}": correctness("cuda", shape, 4000, tokens, SMALL)
-            for shape in (llama, qwen)
-            for tokens in (1, 200)
-        },
-        "graph_matches": graph_matches(settings),
-        "paged_graph_matches": all(graph_matches(settings, slots) for slots in (3, 256)),
-        "no_xformers": {shape.name: no_xformers(shape) for shape in (llama, qwen)},
+        "triton": triton.__version__,
+        "self_check": checks(DEVICE),
     }
+    save(result)
+    result["checks"] = {
+        f"{shape.name} {tokens}": correctness(DEVICE, shape, 4000, tokens, SMALL)
+        for shape in (llama, qwen)
+        for tokens in (1, 200)
+    }
+    save(result)
+    result["graph_matches"] = graph_matches(settings)
+    result["paged_graph_matches"] = all(graph_matches(settings, slots) for slots in (3, 256))
+    result["no_xformers"] = {shape.name: no_xformers(shape) for shape in (llama, qwen)}
+    save(result)
     print(json.dumps(result), file=sys.stderr, flush=True)
     wrong = [name for name, check in result["checks"].items() if max(check["dense"], check["sparse"]) > WRONG]
+    wrong += [name for name, errors in result["self_check"].items() if "error" in errors]
     if wrong or not (result["graph_matches"] and result["paged_graph_matches"]):
         raise SystemExit(f"the kernels are wrong on this card ({wrong or 'replayed graph'}): nothing was timed")
     result["ceilings"] = ceilings()
+    save(result)
     result["pinned_pages"] = paged_row(llama, CONTEXTS[2], settings)
     torch.cuda.empty_cache()
     result["steps"], result["left_out"] = [], []
@@ -422,6 +446,7 @@ def measure_all(seconds: float) -> dict[str, Any]:
             result["left_out"].append([shape.name, context, query_len])
         else:
             result["steps"].append(step_row(shape, context, query_len, settings))
+        save(result)
     return result
 
 
@@ -439,9 +464,13 @@ def main(argv: list[str] | None = None) -> int:
         print("benchmarks.gpu --all: torch finds no CUDA device on this machine, so nothing was measured. "
               "--compile needs none.", file=sys.stderr)  # fmt: skip
         return 1
-    result: Any = compile_table(args.wide) if args.compile else measure_all(args.seconds)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    def save(result: Any) -> None:
+        if args.json:
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    result: Any = compile_table(args.wide) if args.compile else measure_all(args.seconds, save)
+    save(result)
     print(compile_markdown(result) if args.compile else json.dumps(result, indent=1))
     return 0
 

@@ -145,7 +145,7 @@ class DevicePages:
         )  # fmt: skip
         launch(find_slots, (1,),
             self.slot_table, self.block_of, self.wanted, self.used, self.misses, self.fetched, self.clock, self.counts,
-            len(self.slots), tick, N=1024,
+            len(self.slots), tick, N=1024, maxnreg=255,  # one program: registers are there
         )  # fmt: skip
         self.fetch(launch)
 

@@ -49,16 +49,18 @@ class Blocking:
     dense_split_pages: int = 32
     split_warps: int = 4
     split_stages: int = 3
+    split_tile: int = 64  # tokens that it multiplies at once
     block_rows: int = 64  # rows (queries x heads) of a prefill program
     block_warps: int = 8
-    block_tile: int = 32  # tokens that it multiplies at once
+    block_tile: int = 64  # tokens that it multiplies at once
     scan_pages: int = 64  # pages whose headers one program scores
 
     @classmethod
     def of(cls, shape: Geometry) -> Blocking:
         """What registers hold: half the rows for heads twice as wide, for float32, for scales by groups of channels."""
         if shape.dim <= 128 and not shape.exact:
-            return cls(block_rows=32) if shape.channel_groups else cls()
+            tile = 32 if shape.padded else 64  # masks of channels take registers too
+            return cls(split_tile=tile, **{"block_rows": 32, "block_tile": 32} if shape.channel_groups else {})
         warps, rows = (16, 16) if shape.channel_groups else (8, 32)
         return cls(split_warps=warps, split_stages=2, block_rows=rows, block_tile=16, scan_pages=16)
 
@@ -76,8 +78,11 @@ def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any)
     return kernel.warmup(*args, grid=grid, **{"enable_fp_fusion": True, **options})
 
 
-def sealing_warps(elements: int) -> int:
-    """Warps that seal a page of so many elements without spilling: at most 64 of them a thread, 32 if there are few."""
+def sealing_warps(elements: int, tokens: int) -> int:
+    """Warps that seal a page of so many elements with the fewest spills: at most 64 of them a thread, 32 if there are
+    few, 16 if there are many tokens."""
+    if tokens > 64 and elements > 8192:
+        return 32
     return 4 if elements <= 4096 else max(8, min(32, power_of_two(elements // 2048)))
 
 
@@ -118,7 +123,8 @@ class TritonKernels:
         self.launch(seal_pages, (len(blocks), layout.num_kv_heads),
             k, v, src_offsets, blocks, blocks if slots is None else slots, headers, payload, token_stride, head_stride,
             headers.stride(0), payload.stride(0), TOKENS=tokens, L=shape,
-            num_warps=sealing_warps(tokens * 2 * shape.half * (1 + shape.channel_groups)), enable_fp_fusion=False,
+            num_warps=sealing_warps(tokens * 2 * shape.half * (1 + shape.channel_groups), tokens),
+            enable_fp_fusion=False,
         )  # fmt: skip
 
     def append(
@@ -358,13 +364,14 @@ class _Step:
         fresh: int, base: int, count: int, splits: int, listed: bool,
     ) -> None:  # fmt: skip
         chosen, lengths = choice
+        shape = dataclasses.replace(self.L, tile=min(self.L.tile, self.blocking.split_tile))
         self.launch(attend_split, (units, self.L.heads, count),
             self.q, self.k, self.v, stats, sums, self.cu_q, self.context, self.table, self.open_slot, self.payload_slot,
             self.payload, self.host, self.home, self.open_pages, self.units, self.totals, chosen, lengths,
             self.q.stride(0), self._kv_stride(), self.table.stride(0), self.payload.stride(0), self.host_stride,
             self.open_pages.stride(0), self.cap, first,
             *self.limits, fresh, base, splits, self.scale, self.softcap, M=max(MIN_ROWS, self.L.rows),
-            SPLIT=self.split_pages, FRESH=FRESH_SPLIT, CHOSEN=listed, HAS_FRESH=fresh > 0, **self.flags,
+            SPLIT=self.split_pages, FRESH=FRESH_SPLIT, CHOSEN=listed, HAS_FRESH=fresh > 0, **{**self.flags, "L": shape},
             num_warps=self.blocking.split_warps, num_stages=self.blocking.split_stages,
             maxnreg=self.L.registers(self.blocking.split_warps),
         )  # fmt: skip
@@ -406,7 +413,7 @@ class _Step:
                 CAP=self.softcap > 0, HAS_FRESH=self.k is not None, L=shape, num_warps=4 if shape.dim <= 128 else 8,
             )  # fmt: skip
         rows = power_of_two(shape.group) * samples
-        wide = max(16, min(1024, 4096 // rows))  # pages that a ranking step holds for all rows
+        wide = max(16, min(512, 2048 // rows))  # pages that a ranking step holds for all rows
         lists = self._new(units, shape.heads, stride, dtype=torch.int32)
         lengths = self._new(units, shape.heads, dtype=torch.int32)
         rank = self._new(units, shape.heads, stride)
@@ -441,7 +448,7 @@ class _Step:
             -1 if fixed else settings.min_pages, JOIN=settings.scoring != "header", HAND_OUT=self.handed is not None,
             HAS_DROPPED=self.dropped is not None, HAS_READ=self.pages_read is not None,
             HAS_DEPTH=self.depth is not None, G=power_of_two(shape.group),
-            **ranking,
+            **ranking, maxnreg=255,  # else ptxas spills to fit more blocks
         )  # fmt: skip
         return chosen, lengths
 

@@ -93,8 +93,9 @@ def find_slots(
             start = 0
             while (found < end) & (start < num_slots):
                 at = start + tl.arange(0, N)
-                slot = (hand + at) % num_slots
                 inside = at < num_slots
+                slot = hand + at
+                slot = tl.where(slot < num_slots, slot, slot - num_slots)
                 owner = tl.load(block_of + slot, mask=inside, other=-1)
                 age = now - tl.load(used + slot, mask=inside, other=now)
                 needed = tl.load(wanted + owner, mask=inside & (owner >= 0), other=this - 1) == this

@@ -206,6 +206,8 @@ def known_blocks(
             v = tl.sum(squares * (spread / rest)[None, :], 1)
             sums = log_add(sums, log_mass(a, v, tl.log2(rest.to(tl.float32)) / LOG2E))
     if HAS_FRESH:
+        # Nearly float32, where shared memory holds it.
+        PRECISION: tl.constexpr = "tf32x3" if L.half <= 64 else "tf32"
         before = query // BLOCK
         for i in tl.range(0, before, 16, disable_licm=True):
             n = i + tl.arange(0, 16)
@@ -213,7 +215,7 @@ def known_blocks(
             keep = (n < before)[:, None] & real(channel[None, :], L)
             mean = tl.load(moments + at[:, None] * (2 * L.dim) + channel[None, :], mask=keep, other=0.0)
             var = tl.load(moments + at[:, None] * (2 * L.dim) + L.dim + channel[None, :], mask=keep, other=0.0)
-            a = soften(tl.dot(x, tl.trans(mean)), softcap, CAP)
+            a = soften(tl.dot(x, tl.trans(mean), input_precision=PRECISION), softcap, CAP)
             estimate = log_mass(a, tl.dot(squares, tl.trans(var)), log_block)
             sums = log_add(sums, log_sum(tl.where((n < before)[None, :], estimate, float("-inf")), 1))
     tl.store(known + (unit * L.heads + head) * (L.group * SAMPLES) + r, sums)

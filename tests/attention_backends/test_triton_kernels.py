@@ -365,3 +365,11 @@ def test_the_benchmark_checks_what_it_times_and_its_steps_run(monkeypatch):
     assert moved == problem.layout.payload_bytes and torch.equal(pages.slots[0], pages.host[pages.block_of[0].long()])
     longer = make_problem(shape, "k4v4", 100, 8)
     assert gpu.bf16_baselines(longer)["sdpa"]().shape == (1, 2, 8, 32)
+
+
+def test_the_benchmark_says_what_its_checks_of_a_format_find(monkeypatch):
+    from benchmarks import gpu
+
+    monkeypatch.setattr(gpu, "CHECKED", (("none", 32, 32),))
+    monkeypatch.setattr(gpu.TritonKernels, "append", lambda *args: None)
+    assert "appending is off" in gpu.checks("cpu", torch.float16)["none 32 pages of 32"]["error"]
