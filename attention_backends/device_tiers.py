@@ -93,11 +93,12 @@ class DeviceTiers:
             self.close = weakref.finalize(self, opened.pop_all().close)  # host memory and file go with the engine
 
     def begin_step(
-        self, plan: StepPlan, context: Blocks, table: Any, sealed_fill: Blocks, slots: Blocks
+        self, plan: StepPlan, context: Blocks, table: Any, sealed_fill: Blocks, begun: Blocks
     ) -> npt.NDArray[np.bool_] | None:
         """A step is about to be launched: `plan`, made of `context` `[rows]` and the block table `[rows, any]`, after
-        which block b has `sealed_fill[b]` sealed tokens and open slot s is of block `slots[s]`. Waits for what it reads
-        and is on disk. Returns the rows that must go without their context (None: none), which `take_faults` explains.
+        which block b has `sealed_fill[b]` sealed tokens; `begun`: blocks that held something else before. Waits for
+        what it reads and is on disk. Returns the rows that must go without their context (None: none), which
+        `take_faults` explains.
         """
         if self.places is None:
             return None
@@ -108,8 +109,7 @@ class DeviceTiers:
         reads = named[(sealed_fill[named] > 0) & (named != NULL_BLOCK)]
         if len(seals):
             reads = reads[~np.isin(reads, seals)]
-        begun = slots[plan.append[plan.append[:, 2] == 0, 1]]
-        lost = self.places.begin_step(np.concatenate((plan.reopen[:, 1], reads)), seals, begun[begun >= 0])
+        lost = self.places.begin_step(np.concatenate((plan.reopen[:, 1], reads)), seals, begun)
         if not lost:
             return None
         return np.array([np.isin(own, list(lost)).any() for own in rows])

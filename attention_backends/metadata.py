@@ -266,12 +266,14 @@ class KTXMetadataBuilder(AttentionMetadataBuilder[KTXMetadata]):
         context = lengths.numpy()[: len(cu_q) - 1].astype(np.int32) - np.diff(cu_q)
         prefilling = None if common.is_prefilling is None else common.is_prefilling.numpy()
         plan = pages.plan(cu_q, context, table, prefilling)
+        if self.tier_plan.overcommit > 1:
+            begun = pages.block_of[plan.append[plan.append[:, 2] == 0, 1]]
+            begun = begun[begun >= 0]  # blocks that held something else before
         if self.tiers is not None:
-            begun = pages.block_of[plan.append[plan.append[:, 2] == 0, 1]]  # blocks that held something else before
-            STATS.record_tiers(self.tiers.begin_step(table[:, 0].tobytes(), begun[begun >= 0]))
+            STATS.record_tiers(self.tiers.begin_step(table[:, 0].tobytes(), begun))
         if self.device_tiers is not None:
             STATS.record_tiers(self.device_tiers.take_stats())
-            lost = self.device_tiers.begin_step(plan, context, table, pages.sealed_fill, pages.block_of)
+            lost = self.device_tiers.begin_step(plan, context, table, pages.sealed_fill, begun)
             if lost is not None:
                 context = np.where(lost, 0, context)  # vLLM computes these rows again
         if self.counts_steps and not (host_table is not None and host_table.dummy):

@@ -32,6 +32,7 @@ def check(kernels, fmt="k4v4", page_size=64, kv_heads=2, group=4, dim=64, dtype=
         {"fmt": "k8v4", "page_size": 32, "dim": 96, "dtype": torch.float32, "softcap": 20.0},
         {"fmt": GROUPS[0], "page_size": 128, "group": 8, "kv_heads": 1, "sparse": {"select": "top_k", "top_k": 99}},
         {"fmt": GROUPS[1], "dim": 96, "sparse": {**HEADER, "select": "global_ratio", "global_ratio": 0.2}},
+        {"page_size": 32, "sparse": {"coverage": 1.0}},
         {"dim": 256, "dtype": torch.float16, "sparse": {"scoring": "codes", "sinks": 0}},
     ],
 )
